@@ -1,0 +1,87 @@
+"""Names to schedules, through the entry-point group ``pipelane.schedules``.
+
+pipelane's own schedules are found in the same way as those of any other distribution.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any
+
+from pipelane.errors import ScheduleError
+from pipelane.schedule import Schedule, Shape
+
+if TYPE_CHECKING:
+    from pipelane.costs import Costs
+
+__all__ = ["GROUP", "build_schedule", "load_generator", "schedule_names"]
+
+GROUP = "pipelane.schedules"
+
+
+@lru_cache(maxsize=1)
+def _registered() -> dict[str, EntryPoint]:
+    return {point.name: point for point in sorted(entry_points(group=GROUP), key=lambda e: e.name)}
+
+
+def schedule_names() -> list[str]:
+    """The names of all installed schedules, sorted."""
+    return list(_registered())
+
+
+def load_generator(name: str) -> Callable[..., Schedule]:
+    """The function registered under ``name``.
+
+    Raises:
+        ScheduleError: no such schedule, or its plug-in cannot be imported.
+    """
+    point = _registered().get(name.lower())
+    if point is None:
+        known = ", ".join(schedule_names()) or "none: reinstall torch-pipelane"
+        raise ScheduleError(f"unknown schedule {name!r}; installed schedules: {known}")
+    try:
+        generator: Callable[..., Schedule] = point.load()
+    except Exception as error:
+        raise ScheduleError(f"schedule {name!r} ({point.value}) cannot be loaded: {error}") from error
+    return generator
+
+
+def build_schedule(
+    name: str | Callable[..., Schedule],
+    ranks: int,
+    microbatches: int,
+    chunks: int | None = None,
+    costs: Costs | None = None,
+    memory: Any = None,
+) -> Schedule:
+    """Build a schedule by name, or with a function ``(shape[, costs, memory]) -> Schedule``.
+
+    Args:
+        name: a name from :func:`schedule_names`, or a function.
+        ranks: p, at least 1.
+        microbatches: m, at least 1.
+        chunks: v, stages per rank; 1 if not given.
+        costs: per-stage costs, for schedules that depend on them.
+        memory: bytes per rank that activations may take, for schedules that depend on it.
+
+    Raises:
+        ScheduleError: unknown name, impossible sizes, or the function returned something else.
+    """
+    shape = Shape(ranks, microbatches, 1 if chunks is None else chunks)
+    generator = load_generator(name) if isinstance(name, str) else name
+    label = name if isinstance(name, str) else getattr(name, "__name__", repr(name))
+    parameters = inspect.signature(generator).parameters
+    any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    optional = {"costs": costs, "memory": memory}
+    extra = {key: value for key, value in optional.items() if any_keyword or key in parameters}
+    schedule = generator(shape, **extra)
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(
+            f"schedule {label!r} returned {type(schedule).__name__}, expected pipelane.Schedule"
+        )
+    if schedule.shape != shape:
+        raise ScheduleError(f"schedule {label!r} was asked for {shape} and made {schedule.shape}")
+    return schedule

@@ -1,0 +1,186 @@
+"""What a schedule is: where each stage lives, and in which order each rank computes.
+
+A schedule holds compute actions only. :mod:`pipelane.program` adds the communication,
+:mod:`pipelane.check` decides whether it is valid. ``p`` ranks, ``m`` micro-batches and ``v``
+chunks per rank give ``S = p * v`` stages.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pipelane.actions import Action, Kind, parse_action
+from pipelane.errors import ScheduleError
+
+__all__ = ["Schedule", "Shape", "looped_placement", "schedule_from_csv", "schedule_from_json"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a pipeline: ``ranks`` (p), ``microbatches`` (m), ``chunks`` per rank (v)."""
+
+    ranks: int
+    microbatches: int
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "microbatches", "chunks"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ScheduleError(f"{name} must be a whole number, got {value!r}")
+            if value < 1:
+                raise ScheduleError(f"{name} must be at least 1, got {value}")
+
+    @property
+    def stages(self) -> int:
+        """S = p * v."""
+        return self.ranks * self.chunks
+
+
+def looped_placement(shape: Shape) -> tuple[int, ...]:
+    """Stage s on rank s mod p."""
+    return tuple(stage % shape.ranks for stage in range(shape.stages))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Per rank, the order of its compute actions.
+
+    Attributes:
+        name: what it is called in tables and messages.
+        shape: ranks, micro-batches and chunks per rank.
+        placement: ``placement[stage]`` is the rank that holds the stage.
+        orders: ``orders[rank]`` lists the rank's compute actions, first to last.
+    """
+
+    name: str
+    shape: Shape
+    placement: tuple[int, ...]
+    orders: tuple[tuple[Action, ...], ...]
+
+    @classmethod
+    def looped(cls, name: str, shape: Shape, orders: Iterable[Iterable[Action]]) -> Schedule:
+        """A schedule whose stage s lives on rank s mod p (the usual placement)."""
+        return cls(name, shape, looped_placement(shape), tuple(tuple(order) for order in orders))
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether input gradient (I) and weight gradient (W) are separate actions."""
+        return any(a.kind in (Kind.I, Kind.W) for o in self.orders for x in o for a in x.flat())
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that live on ``rank``, ascending."""
+        return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
+
+    def forward_only(self) -> Schedule:
+        """The same placement and forward order without any backward (for evaluation)."""
+        orders = tuple(
+            tuple(a for x in order for a in x.flat() if a.kind is Kind.F) for order in self.orders
+        )
+        return replace(self, name=f"{self.name} (forward only)", orders=orders)
+
+    def to_csv(self) -> str:
+        """One row per rank, one cell per compute action, as torch's schedules are written."""
+        return rows_to_csv(self.orders)
+
+    def to_json(self) -> str:
+        """A JSON object with ``name``, sizes, ``placement`` and ``orders`` (action strings)."""
+        return json.dumps(
+            {
+                "name": self.name,
+                "ranks": self.shape.ranks,
+                "microbatches": self.shape.microbatches,
+                "chunks": self.shape.chunks,
+                "placement": list(self.placement),
+                "orders": [[str(action) for action in order] for order in self.orders],
+            }
+        )
+
+
+def rows_to_csv(rows: Sequence[Sequence[Action]]) -> str:
+    """Rows of actions as CSV text."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([[str(a) for a in row] for row in rows])
+    return out.getvalue()
+
+
+def schedule_from_csv(source: str | Path, *, name: str | None = None) -> Schedule:
+    """Read a schedule from a CSV file, one row per rank.
+
+    Accepts torch.distributed.pipelining's files in both of its forms: compute actions only, with
+    empty cells where a rank idles, or with communication actions, which are dropped here because
+    pipelane derives its own. Sizes and placement follow from the actions.
+
+    Raises:
+        ScheduleError: the file cannot be read, or a cell is not an action, or a stage is on two
+            ranks; the message names file, row and column.
+    """
+    path = Path(source)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"cannot read the schedule {path}: {error}") from error
+    return schedule_from_rows(
+        list(csv.reader(io.StringIO(text))), name=name or path.stem, where=str(path)
+    )
+
+
+def schedule_from_rows(
+    rows: Sequence[Sequence[str]], *, name: str, where: str = "schedule"
+) -> Schedule:
+    """Build a schedule from rows of action strings; sizes and placement follow from them."""
+    orders: list[tuple[Action, ...]] = []
+    owner: dict[int, int] = {}
+    microbatches = 0
+    for rank, row in enumerate(rows):
+        order: list[Action] = []
+        for column, cell in enumerate(row):
+            if not cell.strip():
+                continue
+            try:
+                action = parse_action(cell)
+            except ScheduleError as error:
+                raise ScheduleError(f"{where}, row {rank + 1}, cell {column + 1}: {error}") from None
+            if not action.kind.is_compute:
+                continue
+            for part in action.flat():
+                if owner.setdefault(part.stage, rank) != rank:
+                    raise ScheduleError(
+                        f"{where}, row {rank + 1}, cell {column + 1}: stage {part.stage} is also on "
+                        f"rank {owner[part.stage]}; a stage lives on exactly one rank"
+                    )
+                microbatches = max(microbatches, part.microbatch + 1)
+            order.append(action)
+        orders.append(tuple(order))
+    if not owner:
+        raise ScheduleError(f"{where}: no compute action found; expected one row per rank")
+    ranks, stages = len(orders), max(owner) + 1
+    missing = sorted(set(range(stages)) - set(owner))
+    if missing:
+        raise ScheduleError(f"{where}: stage {missing[0]} appears on no rank")
+    if stages % ranks:
+        raise ScheduleError(
+            f"{where}: {stages} stages on {ranks} ranks; every rank must hold the same number"
+        )
+    shape = Shape(ranks, microbatches, stages // ranks)
+    return Schedule(name, shape, tuple(owner[s] for s in range(stages)), tuple(orders))
+
+
+def schedule_from_json(text: str) -> Schedule:
+    """Read what :meth:`Schedule.to_json` wrote.
+
+    Raises:
+        ScheduleError: the text is not such an object.
+    """
+    try:
+        data = json.loads(text)
+        shape = Shape(data["ranks"], data["microbatches"], data["chunks"])
+        orders = tuple(tuple(parse_action(cell) for cell in row) for row in data["orders"])
+        return Schedule(str(data["name"]), shape, tuple(map(int, data["placement"])), orders)
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ScheduleError(f"not a schedule in JSON: {error!r}") from error

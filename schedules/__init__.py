@@ -1,0 +1,1 @@
+"""pipelane's own schedules, one file per family, registered as plug-ins like anybody's."""
