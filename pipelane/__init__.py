@@ -6,7 +6,9 @@ without loading torch.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -74,6 +76,21 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(f"pipelane.{home}"), name)
     globals()[name] = value
     return value
+
+
+class _Package(ModuleType):
+    """Keeps ``pipelane.check`` the function, also after the module pipelane.check was imported.
+
+    The import system binds a submodule to its package under its own name, which would hide the
+    public function of the same name.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:
