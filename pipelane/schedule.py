@@ -11,7 +11,7 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipelane.actions import Action, Kind, parse_action
@@ -77,12 +77,19 @@ class Schedule:
         """The stages that live on ``rank``, ascending."""
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
-    def forward_only(self) -> Schedule:
-        """The same placement and forward order without any backward (for evaluation)."""
+    def forward_only(self, microbatches: int | None = None) -> Schedule:
+        """The same placement without any backward, for evaluation.
+
+        Each rank runs its stages' forwards micro-batch by micro-batch, so that no more than one
+        is alive at a time. ``microbatches`` may be another number than this schedule's.
+        """
+        m = self.shape.microbatches if microbatches is None else microbatches
         orders = tuple(
-            tuple(a for x in order for a in x.flat() if a.kind is Kind.F) for order in self.orders
+            tuple(Action(Kind.F, stage, i) for i in range(m) for stage in self.stages_of(rank))
+            for rank in range(self.shape.ranks)
         )
-        return replace(self, name=f"{self.name} (forward only)", orders=orders)
+        shape = Shape(self.shape.ranks, m, self.shape.chunks)
+        return Schedule(f"{self.name} (forward only)", shape, self.placement, orders)
 
     def to_csv(self) -> str:
         """One row per rank, one cell per compute action, as torch's schedules are written."""
