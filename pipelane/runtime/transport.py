@@ -19,8 +19,12 @@ from pipelane.runtime.group import Ranks
 
 __all__ = ["DTYPES", "Inbox", "Spec", "Transport", "decode_spec", "encode_spec"]
 
-#: Receives kept posted on a channel beyond the one that is needed next.
+#: Receives kept posted on a channel beyond the one that is needed next ...
 LOOKAHEAD = 2
+#: ... and more than that while what is posted stays within so many bytes. Small messages are thus
+#: posted in one burst at the start of a step: a receive wakes the peer's network thread, and on
+#: tiny layers those wake-ups, spread over the step, cost more than the layers.
+LOOKAHEAD_BYTES = 1 << 20
 #: Most dimensions of a tensor that crosses a stage boundary.
 MAX_DIMS = 10
 
@@ -86,12 +90,15 @@ class Inbox:
         self._receive_spec = receive_spec
         self._device = device
         self._posted = 0
+        self._bytes = 0  # posted and not yet waited for
         self._works: dict[tuple[int, int], tuple[torch.Tensor, dist.Work]] = {}
 
     def post(self, slot: tuple[int, int]) -> None:
         """Post the receives up to this slot and the look-ahead, as far as specs are known."""
-        last = min(self._index[slot] + LOOKAHEAD, len(self._slots) - 1)
-        while self._posted <= last:
+        last = self._index[slot] + LOOKAHEAD
+        while self._posted < len(self._slots) and (
+            self._posted <= last or self._bytes <= LOOKAHEAD_BYTES
+        ):
             following = self._slots[self._posted]
             spec = self._spec_of(following)
             if spec is None:
@@ -109,6 +116,7 @@ class Inbox:
             return None
         buffer, work = posted
         work.wait()
+        self._bytes -= buffer.nbytes
         return buffer
 
     def _post(self, slot: tuple[int, int], spec: Spec) -> None:
@@ -116,6 +124,7 @@ class Inbox:
         if not self._forward and not (spec.dtype.is_floating_point or spec.dtype.is_complex):
             return
         buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+        self._bytes += buffer.nbytes
         self._works[slot] = (buffer, self._receive(buffer, slot))
 
     def restart(self) -> None:

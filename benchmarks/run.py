@@ -1,0 +1,192 @@
+"""pipelane against torch.distributed.pipelining and a hand-written loop.
+
+    python -m benchmarks.run [sleep-20 sleep-5 tiny transformer] [--rounds N] [--json FILE]
+
+All contenders live in the same processes and take turns, step about step. A step's time is from
+the first rank's start to the last rank's end, after a barrier. Medians are reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn.functional import mse_loss
+
+import pipelane
+from benchmarks.by_hand import HandWritten1F1B
+from benchmarks.layers import Block, SleepLayer
+
+
+@dataclass(frozen=True)
+class Case:
+    """A benchmark: one stage per rank, equal stages.
+
+    ``ideal`` is (m + p - 1)(f + b) seconds where f and b are known, else None.
+    """
+
+    name: str
+    about: str
+    ranks: int
+    microbatches: int
+    stage: Callable[[], nn.Module]
+    row: tuple[int, ...]
+    rows: int
+    rounds: int
+    ideal: float | None = None
+
+
+def sleeping(ranks: int, m: int, f: float, b: float, rounds: int) -> Case:
+    return Case(
+        f"sleep-{f * 1e3:.0f}", f"sleep layers, {f * 1e3:.0f} ms forward, {b * 1e3:.0f} ms backward",
+        ranks, m, lambda: SleepLayer(16, f, b), (16,), m, rounds, (m + ranks - 1) * (f + b),
+    )  # fmt: skip
+
+
+CASES = {
+    case.name: case
+    for case in [
+        sleeping(4, 16, 0.020, 0.040, 7),
+        sleeping(4, 16, 0.005, 0.010, 15),
+        Case("tiny", "tiny layers: one Linear(8, 8) per stage", 4, 64,
+             lambda: nn.Linear(8, 8), (8,), 64, 31),
+        Case("transformer", "2 transformer blocks of width 128 per stage, 64 tokens", 2, 8,
+             lambda: nn.Sequential(Block(128, 4), Block(128, 4)), (64, 128), 16, 15),
+    ]
+}  # fmt: skip
+
+
+def contenders(case: Case) -> dict[str, Callable[[], Any]]:
+    """One step of each, on this rank."""
+    rank, p, m = dist.get_rank(), case.ranks, case.microbatches
+    torch.manual_seed(0)
+    model = nn.Sequential(*[case.stage() for _ in range(p)])
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(case.rows, *case.row, generator=generator)
+    y = torch.randn(case.rows, *case.row, generator=generator)
+    steps: dict[str, Callable[[], Any]] = {}
+
+    def with_zero(parameters: list[nn.Parameter], step: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> None:
+            for parameter in parameters:
+                parameter.grad = None
+            step()
+
+        return run
+
+    for name in ("1f1b", "gpipe"):
+        pipe = pipelane.Pipeline(
+            copy.deepcopy(model), schedule=name, microbatches=m, loss_fn=mse_loss, partition=[1] * p
+        )
+        steps[f"pipelane {name}"] = with_zero(
+            list(pipe.parameters()), lambda pipe=pipe: pipe.step(x, y)
+        )
+    for name, kind in (("1f1b", Schedule1F1B), ("gpipe", ScheduleGPipe)):
+        part = copy.deepcopy(model[rank])
+        stage = PipelineStage(part, rank, p, torch.device("cpu"), group=dist.new_group())
+        schedule: Any = kind(stage, m, loss_fn=mse_loss)
+
+        def torch_step(schedule: Any = schedule) -> None:
+            if rank == 0:
+                schedule.step(x)
+            elif rank == p - 1:
+                schedule.step(target=y)
+            else:
+                schedule.step()
+
+        steps[f"torch {name}"] = with_zero(list(part.parameters()), torch_step)
+    part = copy.deepcopy(model[rank])
+    shape = (case.rows // m, *case.row)
+    by_hand = HandWritten1F1B(part, m, mse_loss, shape, dist.new_group())
+    steps["by hand 1f1b"] = with_zero(list(part.parameters()), lambda: by_hand.step(x, y))
+    return steps
+
+
+def measure(name: str, rounds: int | None) -> dict[str, list[float]]:
+    """Seconds of every counted step of every contender; the same on all ranks."""
+    case = CASES[name]
+    steps = contenders(case)
+    seconds: dict[str, list[float]] = {label: [] for label in steps}
+    warm_up = 2
+    for number in range(warm_up + (rounds or case.rounds)):
+        for label, step in steps.items():
+            dist.barrier()
+            began = time.perf_counter()
+            step()
+            ended = time.perf_counter()
+            window = torch.tensor([-began, ended], dtype=torch.float64)
+            dist.all_reduce(window, op=dist.ReduceOp.MAX)
+            if number >= warm_up:
+                seconds[label].append((window[0] + window[1]).item())
+    return seconds
+
+
+def report(case: Case, seconds: dict[str, list[float]], console: Console) -> dict[str, Any]:
+    medians = {label: statistics.median(values) for label, values in seconds.items()}
+    actions = 2 * case.microbatches  # per rank: a forward and a backward per micro-batch
+    table = Table(title=f"{case.name}: {case.about}; p={case.ranks}, m={case.microbatches}")
+    table.add_column("contender", no_wrap=True)
+    for column in ("median ms", "min", "max", "us/action", "/ torch same", "/ by hand", "/ ideal"):
+        table.add_column(column, justify="right")
+    rows: dict[str, Any] = {}
+    for label, median in medians.items():
+        kind = label.split()[-1]
+        ratios = {
+            "to_torch": median / medians[f"torch {kind}"],
+            "to_by_hand": median / medians["by hand 1f1b"],
+            "to_ideal": median / case.ideal if case.ideal else None,
+        }
+        values = seconds[label]
+        table.add_row(
+            label, f"{median * 1e3:.2f}", f"{min(values) * 1e3:.2f}", f"{max(values) * 1e3:.2f}",
+            f"{median / actions * 1e6:.0f}",
+            *(f"{ratio:.3f}" if ratio else "-" for ratio in ratios.values()),
+        )  # fmt: skip
+        rows[label] = {"median_seconds": median, "steps": values, **ratios}
+    console.print(table)
+    return {
+        "case": case.name, "about": case.about, "ranks": case.ranks,
+        "microbatches": case.microbatches, "ideal_seconds": case.ideal, "contenders": rows,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("cases", nargs="*", choices=[*CASES, []], default=list(CASES))
+    parser.add_argument("--rounds", type=int, help="counted steps per contender")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there ('-': stdout)")
+    options = parser.parse_args()
+    console = Console(stderr=options.json == "-")
+    reports = []
+    for name in options.cases:
+        seconds = pipelane.launch(measure, CASES[name].ranks, name, options.rounds)[0]
+        reports.append(report(CASES[name], seconds, console))
+    machine = {
+        "cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version(),
+        "torch": torch.__version__, "pipelane": pipelane.__version__,
+    }  # fmt: skip
+    text = json.dumps({"machine": machine, "reports": reports}, indent=1)
+    if options.json == "-":
+        sys.stdout.write(text + "\n")
+    elif options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
