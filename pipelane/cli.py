@@ -1,0 +1,289 @@
+"""The ``pipelane`` command. Nothing here imports torch unless the command needs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import pipelane
+from pipelane.bounds import makespan_bound
+from pipelane.catalogue import build_schedule, load_generator, schedule_names
+from pipelane.check import Certificate, check, peak_activations
+from pipelane.costs import Costs
+from pipelane.errors import CheckError, LaunchError, PartitionError, PipelaneError
+from pipelane.schedule import Schedule, schedule_from_csv
+from pipelane.simulate import simulate
+from pipelane.timeline import Timeline
+from pipelane.views.terminal import TimelineView
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+    help="Pipeline-parallel training for PyTorch: schedules, balance, and where the time goes.",
+    epilog="Start with [bold]pipelane demo[/], or [bold]pipelane show 1f1b -p 4 -m 8[/].",
+)
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")]
+WidthOption = Annotated[
+    int | None, typer.Option("--width", min=40, help="Columns; the terminal's if not given.")
+]
+AsciiFlag = Annotated[bool, typer.Option("--ascii", help="Plain ASCII characters only.")]
+NoColorFlag = Annotated[bool, typer.Option("--no-color", help="No colour (also NO_COLOR=1).")]
+
+
+class Output(str, Enum):
+    """Whose standard output is shown."""
+
+    first = "first"
+    all = "all"
+
+
+def main() -> NoReturn:
+    """Run the command line; exit codes: 0 fine, 1 the answer is no, 2 wrong use."""
+    debug = "PIPELANE_DEBUG" in os.environ
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["--debug"]:
+        debug, arguments = True, arguments[1:]
+    try:
+        app(args=arguments, prog_name="pipelane")
+    except PipelaneError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1 if isinstance(error, (CheckError, PartitionError, LaunchError)) else 2)
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(0)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"pipelane {pipelane.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+) -> None:
+    """Options that come before the command."""
+
+
+@app.command(epilog="Example: [bold]pipelane schedules[/]")
+def schedules(json_: JsonFlag = False) -> None:
+    """List the installed schedules."""
+    entries = [(name, _summary(load_generator(name).__doc__)) for name in schedule_names()]
+    if json_:
+        print(json.dumps({"schedules": [{"name": n, "summary": s} for n, s in entries]}))
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("name", style="bold", no_wrap=True)
+    table.add_column("what it does")
+    for name, summary in entries:
+        table.add_row(name, summary)
+    _console().print(table)
+
+
+def _summary(text: str | None) -> str:
+    return (text or "").strip().split("\n\n")[0].replace("\n", " ").strip()
+
+
+@app.command(
+    epilog="Examples: [bold]pipelane show 1f1b -p 4 -m 8[/], "
+    "[bold]pipelane show gpipe -p 8 -m 32 --comm 0.1[/], [bold]pipelane show my.csv[/]"
+)
+def show(
+    schedule: Annotated[str, typer.Argument(help="A name from `pipelane schedules`, or FILE.csv.")],
+    ranks: Annotated[int | None, typer.Option("-p", "--ranks", help="Number of ranks.")] = None,
+    microbatches: Annotated[
+        int | None, typer.Option("-m", "--microbatches", help="Number of micro-batches.")
+    ] = None,
+    chunks: Annotated[
+        int | None, typer.Option("-v", "--chunks", help="Stages per rank, 1 if not given.")
+    ] = None,
+    forward: Annotated[float, typer.Option("--f", help="Cost of a forward.")] = 1.0,
+    input_grad: Annotated[float, typer.Option("--i", help="Cost of an input gradient.")] = 1.0,
+    weight_grad: Annotated[float, typer.Option("--w", help="Cost of a weight gradient.")] = 1.0,
+    comm: Annotated[float, typer.Option("--comm", help="Latency of a message.")] = 0.0,
+    csv: Annotated[
+        Path | None, typer.Option("--csv", help="Also write the schedule in torch's CSV form.")
+    ] = None,
+    json_: JsonFlag = False,
+    width: WidthOption = None,
+    ascii: AsciiFlag = False,
+    no_color: NoColorFlag = False,
+) -> None:
+    """Draw a schedule, a backward costing --i plus --w, and say how large its bubbles are."""
+    made = _load(schedule, ranks, microbatches, chunks)
+    check(made)
+    costs = Costs.unit(
+        made.shape.stages,
+        forward=forward,
+        input_grad=input_grad,
+        weight_grad=weight_grad,
+        latency=comm,
+    )
+    timeline = simulate(made, costs, unit="")
+    bound = makespan_bound(made, costs)
+    if csv is not None:
+        _write(csv, made.to_csv())
+    if json_:
+        print(json.dumps(_facts(made, timeline, bound.seconds)))
+        return
+    _console(width, no_color).print(TimelineView(timeline, width, ascii or None, bound))
+
+
+def _load(
+    name: str, ranks: int | None, microbatches: int | None, chunks: int | None
+) -> Schedule:
+    if name.endswith(".csv"):
+        made = schedule_from_csv(name)
+        for option, wanted, found in (
+            ("-p", ranks, made.shape.ranks),
+            ("-m", microbatches, made.shape.microbatches),
+            ("-v", chunks, made.shape.chunks),
+        ):
+            if wanted is not None and wanted != found:
+                raise typer.BadParameter(f"{name} has {found}, not {wanted}", param_hint=option)
+        return made
+    if ranks is None or microbatches is None:
+        raise typer.BadParameter("a named schedule needs -p RANKS and -m MICROBATCHES")
+    return build_schedule(name, ranks, microbatches, chunks)
+
+
+def _facts(schedule: Schedule, timeline: Timeline, bound: float) -> dict[str, object]:
+    shape = schedule.shape
+    return {
+        "schedule": schedule.name,
+        "ranks": shape.ranks,
+        "microbatches": shape.microbatches,
+        "chunks": shape.chunks,
+        "placement": list(schedule.placement),
+        "orders": [[str(action) for action in order] for order in schedule.orders],
+        "makespan": timeline.makespan,
+        "span": timeline.span,
+        "work": list(timeline.work),
+        "idle": list(timeline.idle),
+        "bubble_rate": timeline.bubble_rate,
+        "bubble_fraction": timeline.bubble_fraction,
+        "peak_activations": list(peak_activations(schedule.orders)),
+        "lower_bound": bound,
+        "deadlock_free": True,
+    }
+
+
+@app.command("check", epilog="Example: [bold]pipelane check my-schedule.csv[/]")
+def check_(
+    file: Annotated[Path, typer.Argument(help="A schedule in torch's CSV form, a row per rank.")],
+    json_: JsonFlag = False,
+) -> None:
+    """Check a schedule: exit 0 and the certificate, or 1 and the reason."""
+    schedule = schedule_from_csv(file)
+    try:
+        certificate = check(schedule)
+    except CheckError as error:
+        if not json_:
+            raise
+        print(json.dumps({"file": str(file), "valid": False, "reason": str(error)}))
+        raise typer.Exit(1) from None
+    if json_:
+        facts = {"file": str(file), "valid": True, "deadlock_free": True}
+        print(json.dumps({**facts, **_certificate(certificate)}))
+        return
+    print(
+        f"{file}: valid. {certificate.ranks} ranks, {certificate.microbatches} micro-batches, "
+        f"{certificate.chunks} chunks per rank; {certificate.computes} compute actions, "
+        f"{certificate.messages} messages; peak activations per rank: "
+        f"{', '.join(map(str, certificate.peak_activations))}.\n"
+        f"Certificate: {certificate.statement}."
+    )
+
+
+def _certificate(certificate: Certificate) -> dict[str, object]:
+    return {
+        "ranks": certificate.ranks,
+        "microbatches": certificate.microbatches,
+        "chunks": certificate.chunks,
+        "computes": certificate.computes,
+        "messages": certificate.messages,
+        "peak_activations": list(certificate.peak_activations),
+        "statement": certificate.statement,
+    }
+
+
+@app.command(epilog="Example: [bold]pipelane view timeline.json[/]")
+def view(
+    file: Annotated[Path, typer.Argument(help="A timeline saved with Timeline.to_json().")],
+    width: WidthOption = None,
+    ascii: AsciiFlag = False,
+    no_color: NoColorFlag = False,
+) -> None:
+    """Draw a recorded or predicted timeline."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"cannot read {file}: {error}") from error
+    timeline = Timeline.from_json(text)
+    _console(width, no_color).print(TimelineView(timeline, width, ascii or None))
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+    epilog="Example: [bold]pipelane run -n 4 train.py --epochs 3[/]",
+)
+def run(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="Python script; what follows are its arguments.")],
+    ranks: Annotated[int, typer.Option("-n", "--ranks", help="Number of local processes.")],
+    output: Annotated[Output, typer.Option(help="Whose standard output is shown.")] = Output.first,
+) -> None:
+    """Run a script in local processes, one per rank, as torchrun would on one machine."""
+    from pipelane.launch import run_script
+
+    raise typer.Exit(run_script(script, context.args, ranks=ranks, output=output.value))
+
+
+@app.command(epilog="Example: [bold]pipelane demo[/]")
+def demo(
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Local processes.")] = 4,
+    epochs: Annotated[int | None, typer.Option("--epochs", min=1, help="Fewer for a look.")] = None,
+) -> None:
+    """Train a classifier of scanned digits over local ranks; show planned and measured bubbles."""
+    from pipelane.demo import run as run_demo
+
+    raise typer.Exit(run_demo(ranks, epochs))
+
+
+def _console(width: int | None = None, no_color: bool = False) -> Console:
+    """Standard output: 80 columns where it is not a terminal, no colour where not wanted."""
+    plain = no_color or "NO_COLOR" in os.environ
+    columns = width if width is not None else (None if sys.stdout.isatty() else 80)
+    return Console(width=columns, no_color=plain, highlight=False, soft_wrap=False)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write {path}: {error}") from error

@@ -1,0 +1,355 @@
+"""Draw a timeline in the terminal: a row per rank, cells proportional to time.
+
+Everything is told twice: by colour, and by letters and fill, so that a picture without colour, on
+paper or in a log, says the same. Numbers beside the picture come from the timeline, never from the
+picture.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import sys
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.segment import Segment
+from rich.style import Style
+
+from pipelane.actions import Action, Kind
+from pipelane.timeline import Span, Timeline
+
+__all__ = ["TimelineView", "plain_ascii", "render_text"]
+
+MIN_WIDTH = 40
+
+# Blue, orange, teal and violet keep apart for colour-blind eyes; white or black text on them is
+# readable on light and dark backgrounds alike.
+_STYLES = {
+    Kind.F: Style(color="white", bgcolor="blue"),
+    Kind.B: Style(color="black", bgcolor="dark_orange"),
+    Kind.I: Style(color="black", bgcolor="dark_cyan"),
+    Kind.W: Style(color="white", bgcolor="medium_purple4"),
+    Kind.OVERLAP: Style(color="black", bgcolor="gold3"),
+}
+_NAMES = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "input gradient",
+    Kind.W: "weight gradient",
+    Kind.OVERLAP: "overlapped pair",
+}
+_LETTER = {Kind.F: "F", Kind.B: "B", Kind.I: "I", Kind.W: "W", Kind.OVERLAP: "&"}
+_BUBBLE_STYLE = Style(dim=True)
+_BOLD = Style(bold=True)
+
+
+@dataclass(frozen=True)
+class _Glyphs:
+    """Characters of a picture: fills of cells, bubble, bar, tick, axis."""
+
+    fill: dict[Kind, str]
+    bubble: str
+    bar_full: str
+    bar_empty: str
+    tick: str
+    line: str
+    dash: str
+
+
+_UNICODE = _Glyphs(
+    {Kind.F: "─", Kind.B: "═", Kind.I: "╌", Kind.W: "┄", Kind.OVERLAP: "≡"},
+    "·", "█", "░", "┬", "─", "–",
+)  # fmt: skip
+_ASCII = _Glyphs(
+    {Kind.F: "-", Kind.B: "=", Kind.I: "~", Kind.W: "+", Kind.OVERLAP: "%"},
+    ".", "#", ".", "+", "-", "-",
+)  # fmt: skip
+
+Line = list[Segment]
+
+
+class TimelineView:
+    """A rich renderable.
+
+    Args:
+        timeline: what to draw.
+        width: columns; the console's if not given, at least 40.
+        ascii: plain ASCII; decided by the console if not given.
+        bound: a lower bound on the makespan and its reason, for the footer.
+    """
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        width: int | None = None,
+        ascii: bool | None = None,
+        bound: tuple[float, str] | None = None,
+    ) -> None:
+        self.timeline = timeline
+        self.width = width
+        self.ascii = ascii
+        self.bound = bound
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        ascii = plain_ascii(console, options) if self.ascii is None else self.ascii
+        width = max(MIN_WIDTH, min(self.width or options.max_width, options.max_width))
+        glyphs = _ASCII if ascii else _UNICODE
+        for line in _picture(self.timeline, width, glyphs, self.bound):
+            yield from line
+            yield Segment.line()
+
+
+def plain_ascii(console: Console, options: ConsoleOptions) -> bool:
+    """Whether to keep to ASCII: into files and pipes, and where the encoding has no more."""
+    return options.ascii_only or not (console.is_terminal or console.is_jupyter)
+
+
+def render_text(timeline: Timeline, width: int | None = None) -> str:
+    """The picture as text, for ``print``: colour and Unicode only where standard output is a
+    terminal that can show them (and ``NO_COLOR`` is not set); 80 columns where it is not one."""
+    terminal = sys.stdout.isatty()
+    unicode = terminal and (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    if width is None:
+        width = shutil.get_terminal_size((80, 24)).columns if terminal else 80
+    out = io.StringIO()
+    console = Console(
+        file=out,
+        width=max(MIN_WIDTH, width),
+        force_terminal=terminal,
+        no_color="NO_COLOR" in os.environ or not terminal,
+        legacy_windows=False,
+    )
+    console.print(TimelineView(timeline, width, ascii=not unicode), end="")
+    return out.getvalue().rstrip("\n")
+
+
+def _picture(
+    timeline: Timeline, width: int, glyphs: _Glyphs, bound: tuple[float, str] | None
+) -> Iterator[Line]:
+    gutter = 5
+    right = 9  # "busy peak"
+    columns = width - gutter - right
+    scale, unit = _scale(timeline.makespan, timeline.unit)
+    per_second = _columns_per_second(timeline, columns)
+    columns = max(1, round(timeline.makespan * per_second)) if per_second else columns
+    title = f"{timeline.name}, {'measured' if timeline.measured else 'planned'}"
+    sizes = f"p={timeline.ranks} m={timeline.microbatches}"
+    stages = len(timeline.placement)
+    if stages != timeline.ranks:
+        sizes += f" stages={stages}"
+    if unit:
+        sizes += f"  time in {unit}"
+    yield [Segment(_fit(title, width - len(sizes) - 2), _BOLD), Segment(f"  {sizes}")]
+    yield from _axis(timeline.makespan * scale, gutter, columns, glyphs)
+    for rank, row in enumerate(timeline.spans):
+        line: Line = [Segment(f"{rank:>{gutter - 1}} ")]
+        line += _row(row, columns, per_second, glyphs)
+        line.append(Segment(f"{timeline.utilisation[rank]:.0%}".rjust(5)))
+        line.append(Segment(f"{timeline.peak_activations[rank]:>4}"))
+        yield line
+    yield []
+    yield from _legend(timeline, width, glyphs)
+    yield from _meters(timeline, width, scale, unit, bound)
+
+
+def _columns_per_second(timeline: Timeline, columns: int) -> float:
+    """The scale; whole columns for unit costs, so that equal actions look equal."""
+    if timeline.makespan <= 0:
+        return 0.0
+    exact = columns / timeline.makespan
+    whole = exact if timeline.unit == "s" or exact < 1 else float(int(exact))
+    return whole if whole >= 0.6 * exact else exact
+
+
+def _fit(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: max(0, width - 3)] + "..."
+
+
+def _wrapped(parts: Sequence[Line], width: int, gap: str = "  ") -> Iterator[Line]:
+    """Lay out parts from left to right; a new line where the next part does not fit."""
+    line: Line = []
+    used = 0
+    for part in parts:
+        size = sum(len(segment.text) for segment in part)
+        if line and used + len(gap) + size > width:
+            yield line
+            line, used = [], 0
+        if line:
+            line.append(Segment(gap))
+            used += len(gap)
+        if size > width:
+            part = [Segment(_fit("".join(segment.text for segment in part), width))]
+            size = width
+        line += part
+        used += size
+    if line:
+        yield line
+
+
+def _scale(makespan: float, unit: str) -> tuple[float, str]:
+    """Factor and unit in which the makespan is a handy number."""
+    if unit != "s":
+        return 1.0, unit
+    if makespan >= 1.0:
+        return 1.0, "s"
+    return (1e3, "ms") if makespan >= 1e-3 else (1e6, "us")
+
+
+def _number(value: float) -> str:
+    """Three or more significant digits, no exponent."""
+    if value == round(value) and abs(value) < 1e6:
+        return str(round(value))
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _axis(end: float, gutter: int, columns: int, glyphs: _Glyphs) -> Iterator[Line]:
+    """Numbers over ticks; ticks at round numbers, at least ten columns apart."""
+    step = _tick_step(end, max(1, columns // 10))
+    numbers = [" "] * columns
+    marks = [glyphs.line] * columns
+    index = 0
+    while end > 0 and index * step <= end * (1 + 1e-9):
+        at = round(index * step / end * columns)
+        text = _number(index * step)
+        if at < columns:
+            marks[at] = glyphs.tick
+            start = min(at, columns - 1 - len(text))
+            if start >= 0 and all(c == " " for c in numbers[max(0, start - 1) : start + len(text)]):
+                numbers[start : start + len(text)] = text
+        index += 1
+    yield [Segment("rank ".rjust(gutter) + "".join(numbers) + "busy peak")]
+    yield [Segment(" " * gutter + "".join(marks), _BUBBLE_STYLE)]
+
+
+def _tick_step(end: float, ticks: int) -> float:
+    if end <= 0:
+        return 1.0
+    rough = end / ticks
+    power = 10.0
+    while power > rough:
+        power /= 10
+    while power * 10 <= rough:
+        power *= 10
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
+
+
+def _row(row: Sequence[Span], columns: int, per_second: float, glyphs: _Glyphs) -> Line:
+    """One rank: cells where they are wide enough to tell apart, else shares per column."""
+    if not row or per_second <= 0:
+        return [Segment(glyphs.bubble * columns, _BUBBLE_STYLE)]
+    widths: dict[Kind, list[float]] = {}
+    for span in row:
+        widths.setdefault(span.action.kind, []).append((span.end - span.start) * per_second)
+    # Narrower cells melt into each other and rounding drops some, which would lie about bubbles.
+    if min(sum(found) / len(found) for found in widths.values()) >= 1.0:
+        return _cells(row, columns, per_second, glyphs)
+    return _shares(row, columns, per_second, glyphs)
+
+
+def _cells(row: Sequence[Span], columns: int, per_second: float, glyphs: _Glyphs) -> Line:
+    line: Line = []
+    at = 0
+    for span in row:
+        begin = max(at, round(span.start * per_second))
+        end = max(begin, min(columns, round(span.end * per_second)))
+        if begin > at:
+            line.append(Segment(glyphs.bubble * (begin - at), _BUBBLE_STYLE))
+        if end > begin:
+            line.append(_cell(span.action, end - begin, glyphs))
+        at = max(at, end)
+    if at < columns:
+        line.append(Segment(glyphs.bubble * (columns - at), _BUBBLE_STYLE))
+    return line
+
+
+def _cell(action: Action, width: int, glyphs: _Glyphs) -> Segment:
+    """The longest label that fits, filled up with the kind's own character."""
+    kind = action.kind
+    letter = _LETTER[kind]
+    number = str(action.parts[0].microbatch if action.parts else action.microbatch)
+    label = letter
+    if len(letter) + len(number) <= width:
+        label = letter + number
+    return Segment(label + glyphs.fill[kind] * (width - len(label)), _STYLES[kind])
+
+
+def _shares(row: Sequence[Span], columns: int, per_second: float, glyphs: _Glyphs) -> Line:
+    """Each column shows what filled most of its time.
+
+    What rounding keeps from one column is carried on to the next, so that over any stretch the
+    columns of each kind, and of bubble, are in proportion to their time.
+    """
+    starts = [span.start for span in row]
+    owed: dict[Kind | None, float] = {}
+    line: Line = []
+    for column in range(columns):
+        begin, end = column / per_second, (column + 1) / per_second
+        index = max(0, bisect_left(starts, begin) - 1)
+        idle = end - begin
+        while index < len(row) and row[index].start < end:
+            inside = min(row[index].end, end) - max(row[index].start, begin)
+            if inside > 0:
+                kind = row[index].action.kind
+                owed[kind] = owed.get(kind, 0.0) + inside * per_second
+                idle -= inside
+            index += 1
+        owed[None] = owed.get(None, 0.0) + idle * per_second
+        shown = max(owed, key=lambda kind: owed[kind])
+        owed[shown] -= 1.0
+        if shown is None:
+            line.append(Segment(glyphs.bubble, _BUBBLE_STYLE))
+        else:
+            line.append(Segment(_LETTER[shown], _STYLES[shown]))
+    return line
+
+
+def _legend(timeline: Timeline, width: int, glyphs: _Glyphs) -> Iterator[Line]:
+    used = {span.action.kind for row in timeline.spans for span in row}
+    parts: list[Line] = [
+        [Segment(f"{_LETTER[k]}{glyphs.fill[k]}", _STYLES[k]), Segment(f" {_NAMES[k]}")]
+        for k in _NAMES
+        if k in used
+    ]
+    parts.append([Segment(glyphs.bubble * 2, _BUBBLE_STYLE), Segment(" bubble")])
+    parts.append([Segment("busy = work / makespan")])
+    parts.append([Segment("peak = most activations alive, in chunks")])
+    yield from _wrapped(parts, width)
+
+
+def _meters(
+    timeline: Timeline, width: int, scale: float, unit: str, bound: tuple[float, str] | None
+) -> Iterator[Line]:
+    def seconds(value: float) -> str:
+        return f"{_number(value * scale)} {unit}".strip()
+
+    yield from _wrapped(
+        [
+            [Segment("makespan ", _BOLD), Segment(seconds(timeline.makespan))],
+            [Segment("bubble fraction ", _BOLD), Segment(f"{timeline.bubble_fraction:.1%}")],
+            [Segment("(makespan - work) / work of the busiest rank")],
+        ],
+        width,
+    )
+    yield from _wrapped(
+        [
+            [Segment("span     ", _BOLD), Segment(seconds(timeline.span))],
+            [Segment("bubble rate     ", _BOLD), Segment(f"{timeline.bubble_rate:.1%}")],
+            [Segment("(span - work) / span of the widest rank")],
+        ],
+        width,
+    )
+    if bound is not None:
+        least, reason = bound
+        gap = timeline.makespan / least - 1 if least else 0.0
+        yield from _wrapped(
+            [
+                [Segment("bound    ", _BOLD), Segment(seconds(least))],
+                [Segment("gap ", _BOLD), Segment(f"{max(gap, 0.0):.1%}")],
+                [Segment(f"({reason})")],
+            ],
+            width,
+        )
