@@ -53,7 +53,8 @@ class Case:
 
 def sleeping(ranks: int, m: int, f: float, b: float, rounds: int) -> Case:
     return Case(
-        f"sleep-{f * 1e3:.0f}", f"sleep layers, {f * 1e3:.0f} ms forward, {b * 1e3:.0f} ms backward",
+        f"sleep-{f * 1e3:.0f}",
+        f"sleep layers, {f * 1e3:.0f} ms forward, {b * 1e3:.0f} ms backward",
         ranks, m, lambda: SleepLayer(16, f, b), (16,), m, rounds, (m + ranks - 1) * (f + b),
     )  # fmt: skip
 
@@ -166,7 +167,9 @@ def report(case: Case, seconds: dict[str, list[float]], console: Console) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("cases", nargs="*", choices=[*CASES, []], default=list(CASES))
     parser.add_argument("--rounds", type=int, help="counted steps per contender")
     parser.add_argument("--json", metavar="FILE", help="write the figures there ('-': stdout)")

@@ -1,7 +1,7 @@
 """Train a small character-level transformer on text that ships with Python (its own manual).
 
-    python examples/characters.py
-    torchrun --nproc-per-node 3 examples/characters.py
+python examples/characters.py
+torchrun --nproc-per-node 3 examples/characters.py
 """
 
 import argparse
@@ -102,7 +102,9 @@ def main(steps: int = 200, width: int = 64, blocks: int = 4) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2, help="local ranks; torchrun decides its own")
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="local ranks; torchrun decides its own"
+    )
     parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args()
     pipelane.launch(main, options.ranks, options.steps)

@@ -6,6 +6,8 @@
 Needs scikit-learn for its data: pip install 'torch-pipelane[demo]'
 """
 
+import itertools
+
 import torch
 from sklearn.datasets import load_digits
 
@@ -21,7 +23,7 @@ def main() -> None:
     torch.manual_seed(0)
     widths = [64, 384, 384, 256, 256, 256, 128]
     layers: list[torch.nn.Module] = []
-    for one, following in zip(widths, widths[1:], strict=False):
+    for one, following in itertools.pairwise(widths):
         layers += [torch.nn.Linear(one, following), torch.nn.ReLU()]
     model = torch.nn.Sequential(*layers, torch.nn.Linear(128, 10))
 

@@ -45,7 +45,9 @@ def load_generator(name: str) -> Callable[..., Schedule]:
     try:
         generator: Callable[..., Schedule] = point.load()
     except Exception as error:
-        raise ScheduleError(f"schedule {name!r} ({point.value}) cannot be loaded: {error}") from error
+        raise ScheduleError(
+            f"schedule {name!r} ({point.value}) cannot be loaded: {error}"
+        ) from error
     return generator
 
 

@@ -149,9 +149,7 @@ def show(
     _console(width, no_color).print(TimelineView(timeline, width, ascii or None, bound))
 
 
-def _load(
-    name: str, ranks: int | None, microbatches: int | None, chunks: int | None
-) -> Schedule:
+def _load(name: str, ranks: int | None, microbatches: int | None, chunks: int | None) -> Schedule:
     if name.endswith(".csv"):
         made = schedule_from_csv(name)
         for option, wanted, found in (
@@ -244,7 +242,11 @@ def view(
 
 
 @app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+    },
     epilog="Example: [bold]pipelane run -n 4 train.py --epochs 3[/]",
 )
 def run(

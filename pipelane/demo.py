@@ -1,8 +1,9 @@
-"""``pipelane demo``: train a classifier of scanned digits in a pipeline, and look at the bubbles."""
+"""``pipelane demo``: train a classifier of scanned digits and look at the bubbles."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import time
 from typing import Any
@@ -29,7 +30,7 @@ def build() -> nn.Sequential:
     torch.manual_seed(0)
     widths = [64, *[512] * 10, 256]
     layers: list[nn.Module] = []
-    for one, following in zip(widths, widths[1:], strict=False):
+    for one, following in itertools.pairwise(widths):
         layers += [nn.Linear(one, following), nn.ReLU()]
     return nn.Sequential(*layers, nn.LayerNorm(widths[-1]), nn.Dropout(0.1), nn.Linear(256, 10))
 
@@ -84,7 +85,8 @@ def train(epochs: int) -> tuple[float, bool]:
     ) as progress:  # fmt: skip
         task = progress.add_task("", total=epochs * steps, loss=loss)
         for _ in range(epochs):
-            for rows in torch.randperm(len(x), generator=shuffle)[: steps * BATCH].split(BATCH):
+            order = torch.randperm(len(x), generator=shuffle)[: steps * BATCH]
+            for rows in torch.split(order, BATCH):
                 optimizer.zero_grad()
                 value = pipe.step(x[rows], y[rows])
                 optimizer.step()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelane.errors import PartitionError
 
@@ -12,58 +13,122 @@ if TYPE_CHECKING:
 
     from pipelane.profile import Profile
 
-__all__ = ["chain_costs", "chain_graph"]
+__all__ = ["Chain", "chain_costs", "chain_graph", "chain_order"]
+
+
+class Chain(NamedTuple):
+    """A chain as plain lists.
+
+    Attributes:
+        names: of the layers, in order.
+        seconds: forward and backward of each.
+        bytes: of the tensors between them, one fewer.
+    """
+
+    names: list[str]
+    seconds: list[float]
+    bytes: list[float]
 
 
 def chain_graph(profile: Profile) -> networkx.DiGraph:
     """The layers as nodes 0, 1, ... and the tensors between them as edges.
 
-    Nodes have ``name``, ``seconds`` (forward and backward) and ``parameter_bytes``; edges have
-    ``bytes``.
+    Nodes have ``name``, ``forward`` and ``backward`` (seconds), ``parameter_bytes`` and
+    ``activation_bytes``; edges have ``bytes``.
     """
     import networkx
 
     graph = networkx.DiGraph()
     for index, layer in enumerate(profile.layers):
         graph.add_node(
-            index, name=layer.name, seconds=layer.seconds, parameter_bytes=layer.parameter_bytes
+            index,
+            name=layer.name,
+            forward=layer.forward_seconds,
+            backward=layer.backward_seconds,
+            parameter_bytes=layer.parameter_bytes,
+            activation_bytes=layer.activation_bytes,
         )
         if index:
             graph.add_edge(index - 1, index, bytes=profile.layers[index - 1].output_bytes)
     return graph
 
 
-def chain_costs(graph: networkx.DiGraph) -> tuple[list[str], list[float], list[float]]:
-    """Names and seconds of a chain's nodes in order, and bytes of the edges between them.
-
-    Nodes need ``seconds``; ``name`` defaults to the node itself, ``bytes`` of an edge to 0.
+def chain_order(graph: networkx.DiGraph) -> list[Any]:
+    """The nodes of a chain, first to last.
 
     Raises:
-        PartitionError: the graph is empty or not a chain, or a cost is missing, negative or NaN.
+        PartitionError: not a directed graph, empty, not one chain, or a cost is missing, negative
+            or not finite; names the node or edge.
     """
     import networkx
 
-    if not graph:
-        raise PartitionError("the graph has no nodes")
-    if not networkx.is_directed_acyclic_graph(graph):
-        cycle = " -> ".join(str(a) for a, _ in networkx.find_cycle(graph))
-        raise PartitionError(f"the graph has a cycle: {cycle}")
-    order = list(networkx.topological_sort(graph))
-    if list(graph.edges) and any(d > 1 for _, d in (*graph.in_degree, *graph.out_degree)):
-        branch = next(n for n in order if graph.in_degree(n) > 1 or graph.out_degree(n) > 1)
+    if not isinstance(graph, networkx.DiGraph) or graph.is_multigraph():
         raise PartitionError(
-            f"node {branch!r} has several inputs or outputs; this version partitions chains only"
+            f"expected a networkx.DiGraph, got {type(graph).__name__}; see pipelane.graph"
         )
-    if graph.number_of_edges() != len(order) - 1:
-        raise PartitionError("the graph falls into several parts; expected one chain")
-    seconds: list[float] = []
+    if not graph:
+        raise PartitionError("the graph has no nodes; add one per layer")
+    try:
+        order = list(networkx.topological_sort(graph))
+    except networkx.NetworkXUnfeasible:
+        cycle = [a for a, _ in networkx.find_cycle(graph)]
+        names = " -> ".join(map(repr, [*cycle, cycle[0]]))
+        raise PartitionError(
+            f"the graph has a cycle: {names}; a layer cannot need its own result, remove an edge"
+        ) from None
     for node in order:
-        cost = graph.nodes[node].get("seconds")
-        if not isinstance(cost, (int, float)) or not math.isfinite(cost) or cost < 0:
-            raise PartitionError(f"node {node!r}: seconds must be finite and >= 0, got {cost!r}")
-        seconds.append(float(cost))
-    names = [str(graph.nodes[node].get("name", node)) for node in order]
-    sizes = [
-        float(graph.edges[a, b].get("bytes", 0)) for a, b in zip(order, order[1:], strict=False)
-    ]
-    return names, seconds, sizes
+        if graph.in_degree(node) > 1 or graph.out_degree(node) > 1:
+            raise PartitionError(
+                f"node {node!r} has several inputs or outputs; this version partitions chains "
+                "only (partitions of graphs with branches will come): merge the branches into one "
+                "node"
+            )
+    if graph.number_of_edges() != len(order) - 1:
+        starts = ", ".join(repr(node) for node in order if not graph.in_degree(node))
+        raise PartitionError(
+            f"the graph falls into parts that start at {starts}; expected one chain: connect them"
+        )
+    _check_costs(graph, order)
+    return order
+
+
+def chain_costs(graph: networkx.DiGraph) -> Chain:
+    """A chain's costs in order.
+
+    Nodes need ``forward`` and ``backward``; ``name`` defaults to the node itself and ``bytes`` of
+    an edge to 0.
+
+    Raises:
+        PartitionError: see :func:`chain_order`.
+    """
+    order = chain_order(graph)
+    nodes = [graph.nodes[node] for node in order]
+    return Chain(
+        [str(data.get("name", node)) for node, data in zip(order, nodes, strict=True)],
+        [float(data["forward"]) + float(data["backward"]) for data in nodes],
+        [float(graph.edges[pair].get("bytes", 0)) for pair in zip(order, order[1:], strict=False)],
+    )
+
+
+def _check_costs(graph: networkx.DiGraph, order: list[Any]) -> None:
+    for node in order:
+        data = graph.nodes[node]
+        name = data.get("name", node)
+        for key in ("forward", "backward"):
+            _check_cost(f"node {node!r} ({name})" if name != node else f"node {node!r}", data, key)
+    for pair in zip(order, order[1:], strict=False):
+        if "bytes" in graph.edges[pair]:
+            _check_cost(f"edge {pair[0]!r} -> {pair[1]!r}", graph.edges[pair], "bytes")
+
+
+def _check_cost(where: str, data: Mapping[str, Any], key: str) -> None:
+    value = data.get(key)
+    try:
+        fine = math.isfinite(value) and value >= 0  # type: ignore[arg-type, operator]
+    except TypeError:
+        fine = False
+    if not fine:
+        raise PartitionError(
+            f"{where}: {key} must be a finite number >= 0, got {value!r}"
+            + ("; set it on the graph" if value is None else "")
+        )

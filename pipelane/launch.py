@@ -91,7 +91,9 @@ def launch(
             sender.close()
             workers.append(worker)
             pipes.append(receiver)
-        reports, failed = _watch([_Spawned(w, p) for w, p in zip(workers, pipes, strict=True)], grace)
+        reports, failed = _watch(
+            [_Spawned(w, p) for w, p in zip(workers, pipes, strict=True)], grace
+        )
     finally:
         _end([_Spawned(w, p) for w, p in zip(workers, pipes, strict=False)])
         del store

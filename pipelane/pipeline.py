@@ -127,7 +127,7 @@ class Pipeline:
             facts = _facts(layers, found, partition, loss_reduction, seed)
             return layers, found, facts
 
-        layers, self.schedule, facts = self._together(arguments, lambda value: value[2])
+        layers, self.schedule, _ = self._together(arguments, lambda value: value[2])
         self.device = torch.device(device) if device is not None else default_device()
 
         def decision() -> tuple[Partition, Plan | None, int] | None:
@@ -308,9 +308,7 @@ class Pipeline:
         if refused is None and x is not None:
             own = Spec(tuple(x.shape), x.dtype)
         try:
-            header = exchange_header(
-                self._ranks, self._first_rank, number, training, own, refused
-            )
+            header = exchange_header(self._ranks, self._first_rank, number, training, own, refused)
         except (ConfigError, PipelineFailure) as error:
             self._broken = str(error)
             raise
@@ -401,9 +399,7 @@ class Pipeline:
         wrong = [
             f"{key} has shape {list(state[key].shape)}, expected {list(value.shape)}"
             for key, value in own.items()
-            if key in state
-            and isinstance(value, torch.Tensor)
-            and state[key].shape != value.shape
+            if key in state and isinstance(value, torch.Tensor) and state[key].shape != value.shape
         ]
         if missing or unknown or wrong:
             parts = [
@@ -587,7 +583,10 @@ def _refuse_batch(x: object, least: int) -> str | None:
     if not isinstance(x, torch.Tensor):
         return f"the batch is {type(x).__name__}; this version takes one tensor, rows first"
     if x.dim() == 0 or x.dim() > MAX_DIMS or x.dtype not in DTYPES:
-        return f"the batch is {x.dtype} with {x.dim()} dimensions; expected 1 to {MAX_DIMS}, rows first"
+        return (
+            f"the batch is {x.dtype} with {x.dim()} dimensions; expected 1 to {MAX_DIMS}, rows "
+            "first"
+        )
     if len(x) < least:
         if least == 1:
             return "the batch is empty; pass at least one row"

@@ -61,9 +61,7 @@ def stage_costs(measured: Profile, sizes: Sequence[int], link: Link | None = Non
         crossing.append(float(part[-1].output_bytes))
         begin += size
     half = tuple(seconds / 2 for seconds in backward)
-    return Costs(
-        tuple(forward), half, half, tuple(crossing[:-1]), tuple(kept), link or Link()
-    )
+    return Costs(tuple(forward), half, half, tuple(crossing[:-1]), tuple(kept), link or Link())
 
 
 def plan(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from pipelane.errors import ConfigError, ProfileError
 from pipelane.layers import layers_of
@@ -19,6 +21,10 @@ from pipelane.layers import layers_of
 __all__ = ["LayerProfile", "Profile", "profile"]
 
 SCHEMA = 1
+_KIND = "pipelane.profile"
+
+#: Called as ``progress(layers done, layers, name of the next)``; once more at the end, with "".
+Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
@@ -28,11 +34,15 @@ class LayerProfile:
     Attributes:
         name: its name in the model.
         kind: its class.
-        forward_seconds, backward_seconds: medians; the backward is 0 where nothing needs one.
-        parameter_bytes: bytes of its parameters.
-        activation_bytes: bytes that autograd keeps from forward to backward, each storage once,
-            the layer's own parameters and buffers left out.
-        output_bytes, output_shape, output_dtype: what crosses a stage boundary behind it.
+        forward_seconds: median seconds of the forward.
+        backward_seconds: median seconds of the whole backward (input and weight gradients);
+            0 where nothing needs a gradient.
+        parameter_bytes: bytes of its parameters, each once.
+        activation_bytes: bytes that autograd keeps from forward to backward, each storage once;
+            the layer's own parameters and buffers are left out, its input counts if it is kept.
+        output_bytes: bytes of its output: what crosses a stage boundary behind it.
+        output_shape: shape of its output.
+        output_dtype: dtype of its output, such as "float32".
     """
 
     name: str
@@ -57,21 +67,21 @@ class Profile:
 
     Attributes:
         layers: one entry per layer.
-        rows: rows of the example, that is of the micro-batch.
         input_bytes: bytes of the example.
-        device: where it was measured.
+        device: where it was measured, such as "cpu" or "cuda:0".
+        batch: rows of the example, that is the size of the micro-batch.
         repeats: measurements behind each median.
     """
 
     layers: tuple[LayerProfile, ...]
-    rows: int
     input_bytes: int
     device: str
+    batch: int
     repeats: int
 
     def to_json(self) -> str:
         """A JSON object with a schema number; the reverse of :meth:`from_json`."""
-        return json.dumps({"schema": SCHEMA, "kind": "pipelane.profile", **asdict(self)})
+        return json.dumps({"schema": SCHEMA, "kind": _KIND, **asdict(self)})
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
@@ -81,16 +91,38 @@ class Profile:
             ConfigError: not such an object, or written by a newer schema.
         """
         try:
-            data = json.loads(text)
-            if data.pop("kind") != "pipelane.profile" or data.pop("schema") > SCHEMA:
-                raise ConfigError("not a profile that this version reads")
-            layers = [
-                LayerProfile(**{**layer, "output_shape": tuple(layer["output_shape"])})
-                for layer in data.pop("layers")
-            ]
-            return cls(tuple(layers), **data)
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise ConfigError(f"not a profile in JSON: {error!r}") from error
+            data: dict[str, Any] = json.loads(text)
+            if data["kind"] != _KIND or not 1 <= data["schema"] <= SCHEMA:
+                raise ConfigError(
+                    f"not a profile that this version reads: kind {data['kind']!r}, schema "
+                    f"{data['schema']}; expected {_KIND!r}, schema <= {SCHEMA}"
+                )
+            return cls(
+                layers=tuple(
+                    _layer_from(number, entry) for number, entry in enumerate(data["layers"])
+                ),
+                input_bytes=int(data["input_bytes"]),
+                device=str(data["device"]),
+                batch=int(data["batch"]),
+                repeats=int(data["repeats"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"not a profile in JSON: {error!r}; write one with Profile.to_json()"
+            ) from error
+
+
+def _layer_from(number: int, entry: dict[str, Any]) -> LayerProfile:
+    values = {field.name: entry[field.name] for field in fields(LayerProfile)}
+    values["output_shape"] = tuple(map(int, values["output_shape"]))
+    for key, value in values.items():
+        if key.endswith(("_seconds", "_bytes")) and not (math.isfinite(value) and value >= 0):
+            raise ConfigError(
+                f"layer {number} ({values['name']!r}): {key} must be finite and >= 0, got {value}"
+            )
+    return LayerProfile(**values)
 
 
 def profile(
@@ -100,12 +132,15 @@ def profile(
     repeats: int = 5,
     warmup: int = 2,
     device: torch.device | str | None = None,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress | bool | None = None,
 ) -> Profile:
     """Measure forward and backward of each layer of an ``nn.Sequential``.
 
-    Only one layer at a time is on ``device``. Nothing of the model is changed: gradients, buffers
-    (running statistics), modes and the random stream are as before.
+    Layers are measured one after another, each on the output of the one before, and only the one
+    that is measured has to be on ``device``. Afterwards the model is as it was: gradients, buffers
+    (running statistics), training mode, device of each layer, and torch's random streams.
+
+    Every floating-point input is taken to need a gradient, also that of the first layer.
 
     Args:
         model: a chain of layers; see :func:`pipelane.layers.layers_of`.
@@ -113,13 +148,36 @@ def profile(
         repeats: measurements per layer, of which the median is taken; at least 1.
         warmup: runs before them.
         device: where to measure; the example's device if not given.
-        progress: called as ``progress(layers done, layers, name of the next)``.
+        progress: True for a bar on standard error, or a function (see :data:`Progress`).
+
+    Returns:
+        Seconds and bytes per layer.
 
     Raises:
         ModelError: the model is not a chain.
         ProfileError: bad example, or a layer fails or does not return one tensor; names the layer.
     """
     layers = layers_of(model)
+    _check_arguments(example, repeats, warmup)
+    place = torch.device(device) if device is not None else example.device
+    measured: list[LayerProfile] = []
+    # Ordinary tensors and a graph are needed even if the caller runs without gradients.
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        _same_random_stream(place),
+        _progress(progress) as tell,
+    ):
+        value = example.detach().to(place)
+        for index, (name, layer) in enumerate(layers):
+            tell(index, len(layers), name)
+            found, value = _measure(name, layer, value, warmup, repeats)
+            measured.append(found)
+        tell(len(layers), len(layers), "")
+    return Profile(tuple(measured), example.nbytes, str(place), len(example), repeats)
+
+
+def _check_arguments(example: object, repeats: int, warmup: int) -> None:
     if repeats < 1 or warmup < 0:
         raise ProfileError(f"repeats must be >= 1 and warmup >= 0, got {repeats} and {warmup}")
     if not isinstance(example, torch.Tensor):
@@ -132,133 +190,193 @@ def profile(
             f"the example has shape {list(example.shape)}; pass a typical micro-batch with at "
             "least one row"
         )
-    place = torch.device(device) if device is not None else example.device
-    value = example.detach().to(place)
-    measured: list[LayerProfile] = []
-    with _untouched_stream(place):
-        for index, (name, layer) in enumerate(layers):
-            if progress is not None:
-                progress(index, len(layers), name)
-            found, value = _measure(name, layer, value, place, warmup, repeats)
-            measured.append(found)
-    return Profile(tuple(measured), len(example), example.nbytes, str(place), repeats)
 
 
 def _measure(
-    name: str, layer: nn.Module, value: torch.Tensor, device: torch.device, warmup: int, repeats: int
+    name: str, layer: nn.Module, value: torch.Tensor, warmup: int, repeats: int
 ) -> tuple[LayerProfile, torch.Tensor]:
     """The layer's profile, and its output for the next layer."""
     where = f"layer {name!r} ({type(layer).__name__})"
-    home = next((p.device for p in layer.parameters()), device)
-    forward: list[float] = []
-    backward: list[float] = []
-    kept = 0
-    output: Any = None
-    with _untouched(layer):
-        if home != device:
-            layer.to(device)
-        try:
-            for run in range(warmup + repeats):
-                _synchronize(device)
-                began = perf_counter()
-                if run == 0:
-                    output, kept = _forward_with_memory(layer, value)
-                else:
-                    output = _forward(layer, value)
-                _synchronize(device)
-                between = perf_counter()
-                _check_output(output, where)
-                needs_backward = output.requires_grad
-                gradient = torch.ones_like(output) if needs_backward else None
-                _synchronize(device)
-                resumed = perf_counter()
-                if needs_backward:
-                    torch.autograd.backward((output,), (gradient,))
-                _synchronize(device)
-                if run >= warmup:
-                    forward.append(between - began)
-                    backward.append(perf_counter() - resumed if needs_backward else 0.0)
-        except ProfileError:
-            raise
-        except Exception as error:
-            raise ProfileError(
-                f"{where} failed on an input of shape {list(value.shape)}, {value.dtype}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        finally:
-            if home != device:
-                layer.to(home)
+    if any(is_lazy(p) for p in (*layer.parameters(), *layer.buffers())):
+        raise ProfileError(f"{where} has no sizes yet; call the model once on the example before")
+    try:
+        with _unchanged(layer, value.device):
+            output, kept = _run_with_memory(layer, value, where)
+            forward, backward = _run_timed(layer, value, warmup, repeats)
+            parameter_bytes = sum(p.nbytes for p in layer.parameters())
+    except ProfileError:
+        raise
+    except Exception as error:
+        raise ProfileError(
+            f"{where} failed on an input of shape {list(value.shape)}, {_dtype(value)}, on "
+            f"{value.device}: {type(error).__name__}: {error}"
+        ) from error
     result = LayerProfile(
         name=name,
         kind=type(layer).__name__,
-        forward_seconds=median(forward),
-        backward_seconds=median(backward),
-        parameter_bytes=sum(p.nbytes for p in layer.parameters()),
+        forward_seconds=forward,
+        backward_seconds=backward,
+        parameter_bytes=parameter_bytes,
         activation_bytes=kept,
         output_bytes=output.nbytes,
         output_shape=tuple(output.shape),
-        output_dtype=str(output.dtype).removeprefix("torch."),
+        output_dtype=_dtype(output),
     )
-    return result, output.detach()
+    return result, output
 
 
-def _forward(layer: nn.Module, value: torch.Tensor) -> Any:
-    """Run the layer on a copy that needs a gradient and may be overwritten."""
-    given = value.clone()
-    if given.is_floating_point() or given.is_complex():
-        given = given.requires_grad_().clone()
-    with torch.enable_grad():
-        return layer(given)
+def _run_timed(
+    layer: nn.Module, value: torch.Tensor, warmup: int, repeats: int
+) -> tuple[float, float]:
+    """Median seconds of forward and of backward."""
+    forward: list[float] = []
+    backward: list[float] = []
+    for run in range(warmup + repeats):
+        given = _input(value)
+        _synchronize(value.device)
+        began = perf_counter()
+        output = layer(given)
+        _synchronize(value.device)
+        forward_seconds = perf_counter() - began
+        backward_seconds = 0.0
+        if output.requires_grad:
+            gradient = torch.ones_like(output)
+            _synchronize(value.device)
+            began = perf_counter()
+            torch.autograd.backward((output,), (gradient,))
+            _synchronize(value.device)
+            backward_seconds = perf_counter() - began
+        if run >= warmup:
+            forward.append(forward_seconds)
+            backward.append(backward_seconds)
+        # Held any longer, this run's graph would be in memory together with the next one's.
+        del given, output
+    return median(forward), median(backward)
 
 
-def _forward_with_memory(layer: nn.Module, value: torch.Tensor) -> tuple[Any, int]:
-    """Also the bytes that autograd saved, each storage once, the layer's own tensors left out."""
-    own = {t.untyped_storage().data_ptr() for t in (*layer.parameters(), *layer.buffers())}
+def _run_with_memory(layer: nn.Module, value: torch.Tensor, where: str) -> tuple[torch.Tensor, int]:
+    """The output, and the bytes that autograd saved for the backward.
+
+    Each storage counts once: views and in-place results share one with their base. A separate run,
+    because the hooks cost time.
+    """
+    own = {_storage(t)[0] for t in (*layer.parameters(), *layer.buffers())}
     saved: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            saved[storage.data_ptr()] = storage.nbytes()
+        key, size = _storage(tensor)
+        if key not in own:
+            saved[key] = size
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = _forward(layer, value)
-    return output, sum(saved.values())
-
-
-def _check_output(output: object, where: str) -> None:
+        output = layer(_input(value))
     if not isinstance(output, torch.Tensor):
         raise ProfileError(
             f"{where} returned {type(output).__name__}; in this version each layer must return "
             "exactly one tensor"
         )
+    # Copied: a view or a parameter must not be handed to the next layer, which may overwrite it.
+    return output.detach().clone(), sum(saved.values())
+
+
+def _storage(tensor: torch.Tensor) -> tuple[int, int]:
+    """What identifies the memory behind a tensor, and its bytes."""
+    if tensor.layout is not torch.strided:
+        return id(tensor), tensor.nbytes
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+def _input(value: torch.Tensor) -> torch.Tensor:
+    """A copy of the layer's input that needs a gradient where it can, and may be overwritten."""
+    if value.is_floating_point() or value.is_complex():
+        # Autograd lets no layer overwrite a leaf, so it is given a copy of one.
+        return value.detach().requires_grad_().clone()
+    return value.clone()
 
 
 @contextmanager
-def _untouched(layer: nn.Module) -> Iterator[None]:
-    """Put gradients and buffers back at the end."""
-    gradients = [(p, p.grad) for p in layer.parameters()]
-    buffers = [(b, b.detach().clone()) for b in layer.buffers()]
-    for parameter, _ in gradients:
+def _unchanged(layer: nn.Module, device: torch.device) -> Iterator[None]:
+    """Have the layer on ``device``; then put its tensors, values and gradients back."""
+    parameters = list(layer.parameters())
+    gradients = [p.grad for p in parameters]
+    # Where the buffers hang, too: a move makes new ones, and a layer may assign one.
+    buffers = [
+        (owner, key, buffer, None if buffer is None else buffer.detach().clone())
+        for owner in layer.modules()
+        for key, buffer in owner._buffers.items()
+    ]
+    homes = [p.data for p in parameters]
+    for parameter in parameters:
         parameter.grad = None
     try:
+        layer.to(device)
         yield
     finally:
-        for parameter, gradient in gradients:
+        for parameter, home, gradient in zip(parameters, homes, gradients, strict=True):
+            parameter.grad = None
+            if parameter.data.device != home.device:
+                parameter.data = home
             parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, before in zip(layer.buffers(), [b for _, b in buffers], strict=True):
-                buffer.copy_(before)
+        for owner, key, buffer, before in buffers:
+            owner._buffers[key] = buffer
+            if buffer is not None and before is not None:
+                with torch.no_grad():
+                    buffer.copy_(before)
 
 
 @contextmanager
-def _untouched_stream(device: torch.device) -> Iterator[None]:
-    devices: Sequence[torch.device] = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        yield
+def _same_random_stream(device: torch.device) -> Iterator[None]:
+    """Put torch's random streams, of the CPU and of the device, back at the end."""
+    if device.type in ("cpu", "meta"):
+        with torch.random.fork_rng(devices=[]):
+            yield
+    else:
+        with torch.random.fork_rng(devices=[device], device_type=device.type):
+            yield
+
+
+@contextmanager
+def _progress(wanted: Progress | bool | None) -> Iterator[Progress]:
+    """The function to tell about progress."""
+    if wanted is None or wanted is False:
+        yield lambda done, layers, name: None
+    elif wanted is True:
+        with _bar() as tell:
+            yield tell
+    else:
+        yield wanted
+
+
+@contextmanager
+def _bar() -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (
+        TextColumn("profile"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[name]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", name="")
+
+        def tell(done: int, layers: int, name: str) -> None:
+            # Layer names are a user's text, not rich's markup.
+            bar.update(task, completed=done, total=layers, name=name.replace("[", r"\["))
+
+        yield tell
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _synchronize(device: torch.device) -> None:
+    """Wait for what was queued on the device, so that the clock reads its end."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize(device)

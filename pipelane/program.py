@@ -181,7 +181,7 @@ def _total_order(schedule: Schedule) -> list[tuple[int, Action]]:
 def _cycle(
     schedule: Schedule, position: Sequence[int], ends: dict[tuple[Kind, int, int], int]
 ) -> str:
-    """The chain of waits among stuck ranks, until a rank repeats or the needed action is missing."""
+    """The chain of waits among stuck ranks, until a rank repeats or will never deliver."""
     stages = schedule.shape.stages
     rank = next(r for r, order in enumerate(schedule.orders) if position[r] < len(order))
     seen: list[int] = []
@@ -192,12 +192,15 @@ def _cycle(
             lines.append(f"  rank {rank} never runs it")
             break
         stuck = schedule.orders[rank][position[rank]]
-        need = next(n for part in stuck.flat() for n in dependencies(part, stages) if n[:3] not in ends)
+        need = next(
+            n for part in stuck.flat() for n in dependencies(part, stages) if n[:3] not in ends
+        )
         owner = schedule.placement[need.stage]
-        shown = f"{need.stage}{'backward ' if need.kind is Kind.I else need.kind.value}{need.microbatch}"
+        what = "backward" if need.kind is Kind.I else "forward"
+        shown = f"the {what} of stage {need.stage}, micro-batch {need.microbatch},"
         lines.append(f"  rank {rank}: {stuck} waits for {shown} on rank {owner}")
         rank = owner
     return (
-        f"schedule {schedule.name!r} cannot run: its dependencies and orders contradict each other\n"
+        f"schedule {schedule.name!r} cannot run: dependencies and orders contradict each other\n"
         + "\n".join(lines)
     )

@@ -152,14 +152,16 @@ def schedule_from_rows(
             try:
                 action = parse_action(cell)
             except ScheduleError as error:
-                raise ScheduleError(f"{where}, row {rank + 1}, cell {column + 1}: {error}") from None
+                raise ScheduleError(
+                    f"{where}, row {rank + 1}, cell {column + 1}: {error}"
+                ) from None
             if not action.kind.is_compute:
                 continue
             for part in action.flat():
                 if owner.setdefault(part.stage, rank) != rank:
                     raise ScheduleError(
-                        f"{where}, row {rank + 1}, cell {column + 1}: stage {part.stage} is also on "
-                        f"rank {owner[part.stage]}; a stage lives on exactly one rank"
+                        f"{where}, row {rank + 1}, cell {column + 1}: stage {part.stage} is also "
+                        f"on rank {owner[part.stage]}; a stage lives on exactly one rank"
                     )
                 microbatches = max(microbatches, part.microbatch + 1)
             order.append(action)

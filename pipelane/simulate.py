@@ -17,7 +17,9 @@ from pipelane.timeline import Message, Span, Timeline
 __all__ = ["simulate"]
 
 
-def simulate(program: Program | Schedule, costs: Costs | None = None, *, unit: str = "s") -> Timeline:
+def simulate(
+    program: Program | Schedule, costs: Costs | None = None, *, unit: str = "s"
+) -> Timeline:
     """Predict the timeline of a program.
 
     Args:
@@ -35,7 +37,7 @@ def simulate(program: Program | Schedule, costs: Costs | None = None, *, unit: s
         costs, unit = Costs.unit(program.stages), ""
     if costs.stages != program.stages:
         raise ConfigError(
-            f"costs are for {costs.stages} stages, the program {program.name!r} has {program.stages}"
+            f"costs are for {costs.stages} stages, program {program.name!r} has {program.stages}"
         )
     m, last = program.microbatches, program.stages - 1
     # When the input of F / of the backward is there, by stage * m + micro-batch.

@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
+from models import batch, classifier
 from torch.nn.functional import cross_entropy
 
 import pipelane
-from models import batch, classifier
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -17,7 +17,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 def on_gpu(schedule: str) -> list[str]:
     model = classifier()
     pipe = pipelane.Pipeline(
-        copy.deepcopy(model), schedule=schedule, microbatches=4, loss_fn=cross_entropy,
+        copy.deepcopy(model),
+        schedule=schedule,
+        microbatches=4,
+        loss_fn=cross_entropy,
         example=batch(2)[0],
     )
     model = model.to(pipe.device)

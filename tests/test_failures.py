@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from models import batch, classifier
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import pipelane
-from models import batch, classifier
 from pipelane import errors
 
 
@@ -284,9 +284,7 @@ def test_a_killed_rank_ends_all() -> None:
 
 def frozen_and_odd() -> list[str]:
     """A frozen stage, a stage without parameters, fewer micro-batches than stages."""
-    model = nn.Sequential(
-        nn.Linear(8, 8), nn.Tanh(), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 8)
-    )
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 8))
     torch.manual_seed(3)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)

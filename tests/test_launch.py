@@ -15,7 +15,7 @@ import pipelane
 from pipelane import errors
 from pipelane.launch import run_script
 
-SCRIPT = '''
+SCRIPT = """
 import os, sys
 import torch
 import pipelane
@@ -34,10 +34,10 @@ def main(word):
 
 if __name__ == "__main__":
     print("returned", pipelane.launch(main, 2, "hello"), flush=True)
-'''
+"""
 
 
-@pytest.fixture()
+@pytest.fixture
 def script(tmp_path: Path) -> Path:
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
@@ -63,11 +63,11 @@ def test_the_same_script_runs_three_ways(script: Path) -> None:
     assert len(first) == 1  # only rank 0 is shown
     assert first[0].startswith("hello rank 0 of 2 loss ")
 
-    ours = run(
-        [sys.executable, "-m", "pipelane", "run", "-n", "2", "--output", "all", str(script)]
-    )
+    ours = run([sys.executable, "-m", "pipelane", "run", "-n", "2", "--output", "all", str(script)])
     assert ours.returncode == 0, ours.stderr
-    theirs = run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)])
+    theirs = run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    )
     assert theirs.returncode == 0, theirs.stderr
     for output in (ours.stdout, theirs.stdout):
         assert losses(output) == [first[0], first[0].replace("rank 0", "rank 1")]
@@ -75,7 +75,9 @@ def test_the_same_script_runs_three_ways(script: Path) -> None:
         assert "returned [1]" in output
 
 
-def test_run_script_reports_the_failing_rank(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_run_script_reports_the_failing_rank(
+    script: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     code = run_script(str(script), ["--fail"], ranks=2, output="all")
     out, err = capfd.readouterr()
     assert code == 1
@@ -140,5 +142,5 @@ def unpicklable() -> object:
 
 
 def test_a_result_that_cannot_be_sent_is_an_error() -> None:
-    with pytest.raises(errors.LaunchError, match="rank [01] failed"):
+    with pytest.raises(errors.LaunchError, match=r"rank [01] failed"):
         pipelane.launch(unpicklable, 2)

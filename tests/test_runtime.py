@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from models import batch, classifier
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import pipelane
-from models import batch, classifier
 
 SIZES = [1, 2, 3, 4, 8]
 
@@ -52,7 +52,10 @@ def every_schedule(schedules: list[str]) -> list[str]:
             model = classifier()
             x, y = batch(2 * m + 1)  # uneven micro-batches unless m is 1
             pipe = pipelane.Pipeline(
-                copy.deepcopy(model), schedule=name, microbatches=m, loss_fn=cross_entropy,
+                copy.deepcopy(model),
+                schedule=name,
+                microbatches=m,
+                loss_fn=cross_entropy,
                 example=x[:2],
             )
             wrong += [f"{name} m={m}: {text}" for text in compare(pipe, model, x, y)]
@@ -118,9 +121,7 @@ def compare_with_none(
         parameter.grad = None
     model.zero_grad(set_to_none=True)
     loss = pipe.step(own_x, own_y)
-    expected = pipelane.reference(
-        model, x, x, loss_fn=loss_fn, microbatches=3, seed=5, step=number
-    )
+    expected = pipelane.reference(model, x, x, loss_fn=loss_fn, microbatches=3, seed=5, step=number)
     wrong = [] if torch.equal(loss, expected) else [f"loss {loss} != {expected}"]
     gradients = {name: p.grad for name, p in model.named_parameters()}
     wrong += [

@@ -77,7 +77,7 @@ def validate_sizes(sizes: Sequence[int], layers: int, stages: int) -> None:
     for stage, size in enumerate(sizes):
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise PartitionError(
-                f"partition {sizes}: stage {stage} has {size!r} layers; every stage needs at least 1"
+                f"partition {sizes}: stage {stage} has {size!r} layers; each needs at least 1"
             )
     if sum(sizes) != layers:
         raise PartitionError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from pipelane.errors import PartitionError
 
@@ -108,9 +108,7 @@ def _upper_bound(n: int, stages: int, total: Sequence[float], edge: Sequence[flo
         wanted = bisect_left(total, total[n] * k / stages)
         cuts.append(min(max(wanted, cuts[-1] + 1), n - (stages - k)))
     cuts.append(n)
-    return max(
-        total[b] - total[a] + edge[a] + edge[b] for a, b in zip(cuts, cuts[1:], strict=False)
-    )
+    return max(total[b] - total[a] + edge[a] + edge[b] for a, b in pairwise(cuts))
 
 
 def _check(costs: Sequence[float], stages: int, boundary: Sequence[float]) -> None:

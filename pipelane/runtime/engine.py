@@ -159,7 +159,7 @@ class Engine:
 
     def _timed(self, index: int, op: Op) -> Op:
         """On a GPU the host clock says nothing: record events around the action."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = _timing_event(), _timing_event()
         self._events[index] = (begin, end)
 
         def timed() -> None:
@@ -412,7 +412,7 @@ class Engine:
         self._losses = []
         self.clock = []
         if self._base_event is None and self._events:
-            self._base_event = torch.cuda.Event(enable_timing=True)
+            self._base_event = _timing_event()
         if self._base_event is not None:
             self._base_event.record()
         for inbox in self._inboxes.values():
@@ -483,6 +483,10 @@ class Engine:
             for index, label in enumerate(self._labels)
             if label.what == "run"
         ]
+
+
+def _timing_event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _cause(error: BaseException) -> BaseException | None:

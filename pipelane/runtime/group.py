@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -57,7 +58,8 @@ class Ranks:
         # All members build their pipelines in the same order, so the number names this one.
         _counter += 1
         prefix = f"pipelane/{'-'.join(map(str, self.world))}/{_counter}"
-        self._store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+        store = dist.distributed_c10d._get_default_store()
+        self._store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
 
     def new_data_group(self, members: Sequence[int], backend: str) -> dist.ProcessGroup | None:
         """A group for tensors among pipeline ranks; None on ranks that are not members.
@@ -144,10 +146,9 @@ class Ranks:
         Peers that wait for this rank wake up with an error, read the story, and break their own
         connections in turn, so that the news reaches every rank, however far.
         """
-        try:
+        # If the store died with its host, peers still see their connections break.
+        with contextlib.suppress(RuntimeError):
             self._store.compare_set("failure", "", json.dumps(story))
-        except RuntimeError:
-            pass  # the store died with its host: peers still see their connections break
         self.break_connections()
 
     def break_connections(self) -> None:

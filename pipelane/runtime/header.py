@@ -100,9 +100,7 @@ class LossMessage:
             total = losses[0]
             for loss in losses[1:]:
                 total = total + loss
-            message = torch.tensor(
-                [total.item(), DTYPES.index(total.dtype)], dtype=torch.float64
-            )
+            message = torch.tensor([total.item(), DTYPES.index(total.dtype)], dtype=torch.float64)
             for peer in range(ranks.size):
                 if peer != ranks.rank:
                     ranks.send(message, peer, _LOSS_TAG, "the step's loss")

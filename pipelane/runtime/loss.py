@@ -30,9 +30,7 @@ class LossPolicy:
             not given.
     """
 
-    def __init__(
-        self, reduction: str = "mean", weight: Callable[[Any], Any] | None = None
-    ) -> None:
+    def __init__(self, reduction: str = "mean", weight: Callable[[Any], Any] | None = None) -> None:
         self.reduction = reduction
         self.weight = weight
 

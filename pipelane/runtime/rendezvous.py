@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,12 +14,12 @@ import torch.distributed as dist
 __all__ = ["default_device", "host_store", "joined", "use_threads"]
 
 
-def host_store(ranks: int) -> tuple[dist.TCPStore, int]:
+def host_store(ranks: int) -> tuple[Any, int]:
     """Host the store of a local run in this process, on a port that the system chooses.
 
     Keep the returned store alive as long as the ranks run.
     """
-    store = dist.TCPStore(
+    store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
     )
     return store, store.port

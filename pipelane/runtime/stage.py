@@ -58,7 +58,9 @@ class StageModule:
     @property
     def where(self) -> str:
         """The stage and its last layer, for messages about its output."""
-        return f"stage {self.index} (last layer {self.names[-1]!r}, {type(self.modules[-1]).__name__})"
+        return (
+            f"stage {self.index} (last layer {self.names[-1]!r}, {type(self.modules[-1]).__name__})"
+        )
 
     def spec_of(self, output: object) -> Spec:
         """The spec of an output that goes to the next stage.

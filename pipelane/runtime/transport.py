@@ -7,6 +7,7 @@ within a channel, receives are posted in the order of the sends (see ``pipelane.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -146,9 +147,7 @@ class Transport:
         self.device = device
         self._stages = len(placement)
         self._groups: dict[tuple[int, int, bool], dist.ProcessGroup] = {}
-        pairs = {
-            (a, b) for a, b in zip(placement, placement[1:], strict=False) if a != b
-        }
+        pairs = {(a, b) for a, b in itertools.pairwise(placement) if a != b}
         if device.type == "cpu":
             shared = ranks.new_data_group(range(ranks.size), "gloo")
             assert shared is not None
@@ -162,7 +161,9 @@ class Transport:
                     if made is not None:
                         self._groups[key] = made
 
-    def sender(self, kind: Kind, stage: int, microbatch: int, peer: int) -> Callable[..., dist.Work]:
+    def sender(
+        self, kind: Kind, stage: int, microbatch: int, peer: int
+    ) -> Callable[..., dist.Work]:
         """A function that sends the result of this action to the peer."""
         forward = kind is Kind.SEND_F
         group = self._groups[self.ranks.rank, peer, forward]

@@ -6,7 +6,6 @@ import io
 import math
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
@@ -50,9 +49,7 @@ def partition_table(partition: Partition, profile: Profile | None = None) -> Par
     return PartitionTable(partition, profile)
 
 
-def partition_text(
-    partition: Partition, profile: Profile | None = None, width: int = 80
-) -> str:
+def partition_text(partition: Partition, profile: Profile | None = None, width: int = 80) -> str:
     """The table as plain ASCII text."""
     out = io.StringIO()
     Console(file=out, width=width, no_color=True, force_terminal=False).print(
@@ -114,10 +111,14 @@ def _costs(
 def _summary(partition: Partition, costs: bool) -> str:
     if math.isnan(partition.bottleneck):
         return "Chosen by hand, without costs."
-    proven = "proven optimal" if partition.exact else (
-        f"within {partition.bottleneck / partition.lower_bound - 1:.1%} of the optimum"
-        if partition.lower_bound
-        else "not proven"
+    proven = (
+        "proven optimal"
+        if partition.exact
+        else (
+            f"within {partition.bottleneck / partition.lower_bound - 1:.1%} of the optimum"
+            if partition.lower_bound
+            else "not proven"
+        )
     )
     saved = (
         "Per micro-batch; saved: what autograd keeps until the backward; sends: what goes on to "

@@ -1,0 +1,92 @@
+"""Makespans, spans, idle times and peaks from papers and reference tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pipelane
+from pipelane.actions import Action, Kind
+from pipelane.costs import Costs
+from pipelane.schedule import Schedule, Shape
+
+DATA = json.loads((Path(__file__).parent / "data" / "schedules.json").read_text())
+CASES = DATA["unit_cases"]
+OURS = [c for c in CASES if c["schedule"] in ("naive", "gpipe", "1f1b")]
+CUSTOM = [c for c in CASES if "order" in c]
+
+
+def label(case: dict[str, Any]) -> str:
+    return f"{case['schedule']}-p{case['p']}-m{case['m']}-v{case['v']}"
+
+
+def costs_of(case: dict[str, Any]) -> Costs:
+    return Costs.unit(
+        case["p"] * case["v"],
+        forward=case["F"],
+        input_grad=case["I"],
+        weight_grad=case["W"],
+        latency=case["comm"],
+    )
+
+
+def assert_row(case: dict[str, Any], schedule: Schedule) -> None:
+    pipelane.check(schedule)
+    timeline = pipelane.simulate(schedule, costs_of(case))
+    assert timeline.makespan == case["makespan"]
+    assert timeline.span == case["span"]
+    assert list(timeline.idle) == case["idle_in_span"]
+    assert list(timeline.peak_activations) == case["peak_chunks"]
+
+
+def test_the_table_is_there() -> None:
+    assert len(OURS) == 9
+    assert len(CUSTOM) > 15
+    assert len(DATA["zb_paper"]) == 6
+
+
+@pytest.mark.parametrize("case", OURS, ids=label)
+def test_built_in_schedules(case: dict[str, Any]) -> None:
+    schedule = pipelane.build_schedule(case["schedule"], case["p"], case["m"])
+    assert_row(case, schedule)
+    if "order" in case:
+        assert schedule.orders == parsed(case).orders
+
+
+def parse_token(text: str) -> Action:
+    """KIND pipe.stage.microbatch, or (F...&B...) for an overlapped pair."""
+    if text.startswith("("):
+        return Action(Kind.OVERLAP, -1, -1, tuple(map(parse_token, text[1:-1].split("&"))))
+    _, stage, number = text[1:].split(".")
+    return Action(Kind(text[0]), int(stage), int(number))
+
+
+def parsed(case: dict[str, Any]) -> Schedule:
+    shape = Shape(case["p"], case["m"], case["v"])
+    orders = tuple(tuple(map(parse_token, row.split())) for row in case["order"])
+    owner = {a.stage: rank for rank, order in enumerate(orders) for x in order for a in x.flat()}
+    placement = tuple(owner[stage] for stage in range(shape.stages))
+    return Schedule(label(case), shape, placement, orders)
+
+
+@pytest.mark.parametrize("case", CUSTOM, ids=label)
+def test_given_orders_of_every_family(case: dict[str, Any]) -> None:
+    """Split backwards, V placements and overlapped pairs go through the same core."""
+    assert_row(case, parsed(case))
+
+
+@pytest.mark.parametrize("row", DATA["zb_paper"], ids=lambda r: f"{r['model']}-m{r['m']}")
+def test_zero_bubble_table(row: dict[str, Any]) -> None:
+    costs = Costs.unit(
+        row["p"],
+        forward=row["TF"],
+        input_grad=row["TB_input"],
+        weight_grad=row["TW"],
+        latency=row["Tcomm"],
+    )
+    timeline = pipelane.simulate(pipelane.build_schedule("1f1b", row["p"], row["m"]), costs)
+    assert round(timeline.bubble_rate, 4) == row["published"]["1f1b"]
+    assert timeline.bubble_rate == pytest.approx(row["recomputed"]["1f1b"], abs=1e-6)
