@@ -168,7 +168,7 @@ def profile(
         _same_random_stream(place),
         _progress(progress) as tell,
     ):
-        value = example.detach().to(place)
+        value = example.detach().clone().to(place)  # a clone is no inference tensor
         for index, (name, layer) in enumerate(layers):
             tell(index, len(layers), name)
             found, value = _measure(name, layer, value, warmup, repeats)
@@ -299,31 +299,31 @@ def _input(value: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def _unchanged(layer: nn.Module, device: torch.device) -> Iterator[None]:
     """Have the layer on ``device``; then put its tensors, values and gradients back."""
-    parameters = list(layer.parameters())
-    gradients = [p.grad for p in parameters]
-    # Where the buffers hang, too: a move makes new ones, and a layer may assign one.
-    buffers = [
-        (owner, key, buffer, None if buffer is None else buffer.detach().clone())
+    # Also where they hang: a move to another device may replace them, and a layer may assign.
+    places = [
+        (table, key, tensor)
         for owner in layer.modules()
-        for key, buffer in owner._buffers.items()
+        for table in (owner._parameters, owner._buffers)
+        for key, tensor in table.items()
     ]
-    homes = [p.data for p in parameters]
-    for parameter in parameters:
+    parameters = [(p, p.data, p.grad) for p in layer.parameters()]
+    buffers = [(b, b.detach().clone()) for b in layer.buffers()]
+    for parameter, _, _ in parameters:
         parameter.grad = None
     try:
         layer.to(device)
         yield
     finally:
-        for parameter, home, gradient in zip(parameters, homes, gradients, strict=True):
+        for table, key, tensor in places:
+            table[key] = tensor  # type: ignore[assignment]
+        for parameter, data, gradient in parameters:
             parameter.grad = None
-            if parameter.data.device != home.device:
-                parameter.data = home
+            if parameter.device != data.device:
+                parameter.data = data
             parameter.grad = gradient
-        for owner, key, buffer, before in buffers:
-            owner._buffers[key] = buffer
-            if buffer is not None and before is not None:
-                with torch.no_grad():
-                    buffer.copy_(before)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
 @contextmanager
