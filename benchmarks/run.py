@@ -170,13 +170,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("cases", nargs="*", choices=[*CASES, []], default=list(CASES))
+    parser.add_argument(
+        "cases", nargs="*", metavar="case", help=f"of {', '.join(CASES)}; all if none"
+    )
     parser.add_argument("--rounds", type=int, help="counted steps per contender")
     parser.add_argument("--json", metavar="FILE", help="write the figures there ('-': stdout)")
     options = parser.parse_args()
+    unknown = sorted(set(options.cases) - set(CASES))
+    if unknown:
+        parser.error(f"unknown case {unknown[0]!r}; choose from {', '.join(CASES)}")
     console = Console(stderr=options.json == "-")
     reports = []
-    for name in options.cases:
+    for name in options.cases or CASES:
         seconds = pipelane.launch(measure, CASES[name].ranks, name, options.rounds)[0]
         reports.append(report(CASES[name], seconds, console))
     machine = {

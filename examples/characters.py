@@ -93,7 +93,7 @@ def main(steps: int = 200, width: int = 64, blocks: int = 4) -> None:
         print(timeline)
     pipe.eval()
     written = [index[letter] for letter in "The "]
-    for _ in range(120):
+    for _ in range(60):
         logits = pipe(torch.tensor([written[-CONTEXT:]]), gather=True)[0, -1]
         written.append(int(torch.multinomial(logits.softmax(-1), 1, generator=draw)))
     if pipe.rank == 0:

@@ -18,6 +18,8 @@ def main() -> None:
     digits = load_digits()
     x = torch.tensor(digits.data, dtype=torch.float32) / 16
     y = torch.tensor(digits.target)
+    mixed = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    x, y = x[mixed], y[mixed]
     held_x, held_y, x, y = x[:360], y[:360], x[360:], y[360:]
 
     torch.manual_seed(0)
@@ -34,7 +36,7 @@ def main() -> None:
         microbatches=8,
         loss_fn=torch.nn.functional.cross_entropy,
     )
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
     for epoch in range(20):
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch))
         for rows in order.split(128):

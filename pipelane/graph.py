@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelane.errors import PartitionError
@@ -86,7 +87,8 @@ def chain_order(graph: networkx.DiGraph) -> list[Any]:
     if graph.number_of_edges() != len(order) - 1:
         starts = ", ".join(repr(node) for node in order if not graph.in_degree(node))
         raise PartitionError(
-            f"the graph falls into parts that start at {starts}; expected one chain: connect them"
+            f"the graph falls into several parts, which start at {starts}; expected one chain: "
+            "connect them"
         )
     _check_costs(graph, order)
     return order
@@ -95,8 +97,8 @@ def chain_order(graph: networkx.DiGraph) -> list[Any]:
 def chain_costs(graph: networkx.DiGraph) -> Chain:
     """A chain's costs in order.
 
-    Nodes need ``forward`` and ``backward``; ``name`` defaults to the node itself and ``bytes`` of
-    an edge to 0.
+    Nodes need ``forward`` and ``backward``, or ``seconds`` for both together; ``name`` defaults to
+    the node itself and ``bytes`` of an edge to 0.
 
     Raises:
         PartitionError: see :func:`chain_order`.
@@ -105,18 +107,24 @@ def chain_costs(graph: networkx.DiGraph) -> Chain:
     nodes = [graph.nodes[node] for node in order]
     return Chain(
         [str(data.get("name", node)) for node, data in zip(order, nodes, strict=True)],
-        [float(data["forward"]) + float(data["backward"]) for data in nodes],
-        [float(graph.edges[pair].get("bytes", 0)) for pair in zip(order, order[1:], strict=False)],
+        [sum(float(data[key]) for key in _time_keys(data)) for data in nodes],
+        [float(graph.edges[pair].get("bytes", 0)) for pair in pairwise(order)],
     )
+
+
+def _time_keys(data: Mapping[str, Any]) -> tuple[str, ...]:
+    both = ("forward", "backward")
+    return ("seconds",) if "seconds" in data and not any(key in data for key in both) else both
 
 
 def _check_costs(graph: networkx.DiGraph, order: list[Any]) -> None:
     for node in order:
         data = graph.nodes[node]
         name = data.get("name", node)
-        for key in ("forward", "backward"):
-            _check_cost(f"node {node!r} ({name})" if name != node else f"node {node!r}", data, key)
-    for pair in zip(order, order[1:], strict=False):
+        where = f"node {node!r} ({name})" if name != node else f"node {node!r}"
+        for key in _time_keys(data):
+            _check_cost(where, data, key)
+    for pair in pairwise(order):
         if "bytes" in graph.edges[pair]:
             _check_cost(f"edge {pair[0]!r} -> {pair[1]!r}", graph.edges[pair], "bytes")
 

@@ -125,6 +125,7 @@ class Pipeline:
             elif partition is not None:
                 validate_sizes(partition, len(layers), found.shape.stages)
             facts = _facts(layers, found, partition, loss_reduction, seed)
+            facts["loss_fn"] = "missing" if loss_fn is None else "given"
             return layers, found, facts
 
         layers, self.schedule, _ = self._together(arguments, lambda value: value[2])
@@ -343,7 +344,7 @@ class Pipeline:
     def _usable(self) -> None:
         if self._broken is not None:
             raise PipelineFailure(
-                f"this pipeline is broken since an earlier failure; build a new one. It was: "
+                "this pipeline is broken since an earlier failure; build a new one. It was: "
                 f"{self._broken}"
             )
 
@@ -453,6 +454,14 @@ class Pipeline:
         """Every rank's value (any picklable object), by rank; **every rank must call it**."""
         self._usable()
         return self._ranks.gather(value)
+
+    def close(self) -> None:
+        """Give back connections and threads; **every rank must call it**.
+
+        Only programs that build many pipelines need it; the end of the process does the same.
+        """
+        self._broken = self._broken or "the pipeline was closed"
+        self._ranks.close()
 
     def __repr__(self) -> str:
         shape = self.schedule.shape

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from pipelane.actions import Kind
 from pipelane.catalogue import build_schedule
-from pipelane.check import check, peak_activations
+from pipelane.check import check
 from pipelane.costs import Costs, Link
-from pipelane.errors import PartitionError
-from pipelane.partition import Partition, partition
-from pipelane.profile import Profile, profile
+from pipelane.errors import PartitionError, ScheduleError
+from pipelane.layers import layers_of
+from pipelane.partition import Partition, partition, validate_sizes
+from pipelane.profile import LayerProfile, Profile
+from pipelane.profile import profile as measure
 from pipelane.schedule import Schedule
 from pipelane.simulate import simulate
 from pipelane.timeline import Timeline
@@ -34,7 +37,8 @@ class Plan:
         schedule: the order of actions.
         costs: seconds and bytes per stage.
         timeline: the predicted step.
-        memory_bytes: per rank, parameters, gradients, Adam states and activations at peak.
+        memory_bytes: per rank, parameters, gradients, two optimizer states (Adam) and the most
+            activations alive at once.
     """
 
     profile: Profile
@@ -45,23 +49,33 @@ class Plan:
     memory_bytes: tuple[int, ...]
 
 
-def stage_costs(measured: Profile, sizes: Sequence[int], link: Link | None = None) -> Costs:
-    """Add up the layers of each stage.
+def stage_costs(profile: Profile, sizes: Sequence[int], link: Link | None = None) -> Costs:
+    """Add up the layers of each stage, for one micro-batch of the profile's size.
 
     Input and weight gradient were measured together; the backward is split in halves, which
     matters only to schedules that run them apart.
+
+    Args:
+        profile: seconds and bytes per layer.
+        sizes: layers per stage.
+        link: connection between ranks; free if not given.
+
+    Raises:
+        PartitionError: the sizes do not fit the profile.
     """
-    forward, backward, kept, crossing = [], [], [], []
-    begin = 0
-    for size in sizes:
-        part = measured.layers[begin : begin + size]
-        forward.append(sum(layer.forward_seconds for layer in part))
-        backward.append(sum(layer.backward_seconds for layer in part))
-        kept.append(float(sum(layer.activation_bytes for layer in part)))
-        crossing.append(float(part[-1].output_bytes))
-        begin += size
-    half = tuple(seconds / 2 for seconds in backward)
-    return Costs(tuple(forward), half, half, tuple(crossing[:-1]), tuple(kept), link or Link())
+    validate_sizes(sizes, len(profile.layers), len(sizes))
+    parts = _parts(profile, sizes)
+    half = tuple(sum(layer.backward_seconds for layer in part) / 2 for part in parts)
+    return Costs(
+        forward=tuple(sum(layer.forward_seconds for layer in part) for part in parts),
+        input_grad=half,
+        weight_grad=half,
+        boundary_bytes=tuple(float(part[-1].output_bytes) for part in parts[:-1]),
+        activation_bytes=tuple(
+            float(sum(layer.activation_bytes for layer in part)) for part in parts
+        ),
+        link=link or Link(),
+    )
 
 
 def plan(
@@ -74,7 +88,8 @@ def plan(
     chunks: int | None = None,
     link: Link | None = None,
     memory: float | None = None,
-    measured: Profile | None = None,
+    profile: Profile | None = None,
+    device: torch.device | str | None = None,
 ) -> Plan:
     """Measure a model, balance it, and predict a step.
 
@@ -86,41 +101,98 @@ def plan(
         schedule: a name, a schedule, or a function that makes one.
         chunks: stages per rank, 1 if not given.
         link: connection between ranks; free if not given.
-        memory: bytes that each rank has; not checked if not given.
-        measured: an earlier profile of the model, instead of a new one.
+        memory: bytes that each rank has; not checked if not given. The partition is balanced by
+            time alone and then held against it.
+        profile: an earlier profile of the model, instead of a new one.
+        device: where to measure; the example's device if not given.
 
     Raises:
         ModelError, ProfileError, ScheduleError: see there.
-        PartitionError: more stages than layers, or a rank needs more than ``memory``.
+        PartitionError: more stages than layers, a profile of another model, or a rank needs more
+            than ``memory``; names rank, stages and missing bytes.
     """
-    if not isinstance(schedule, Schedule):
+    if isinstance(schedule, Schedule):
+        _check_shape(schedule, ranks, microbatches, chunks)
+    else:
         schedule = build_schedule(schedule, ranks, microbatches, chunks)
     check(schedule)
-    measured = measured if measured is not None else profile(model, example)
-    split = partition(measured, schedule.shape.stages, link=link)
-    costs = stage_costs(measured, split.sizes, link)
-    needed = _memory(measured, split.sizes, schedule)
-    for rank, size in enumerate(needed):
-        if memory is not None and size > memory:
-            raise PartitionError(
-                f"rank {rank} needs {size} bytes (parameters, gradients, Adam states, and "
-                f"{peak_activations(schedule.orders)[rank]} micro-batches' activations at peak), "
-                f"{size - memory:.0f} more than memory={memory:.0f}; use more ranks or smaller "
-                "micro-batches"
-            )
-    return Plan(measured, split, schedule, costs, simulate(schedule, costs), needed)
+    if profile is None:
+        profile = measure(model, example, device=device)
+    else:
+        _check_profile(profile, model)
+    split = partition(profile, schedule.shape.stages, link=link)
+    costs = stage_costs(profile, split.sizes, link)
+    needed = _memory_bytes(profile, split.sizes, schedule)
+    if memory is not None:
+        _check_memory(needed, memory, split, schedule)
+    return Plan(profile, split, schedule, costs, simulate(schedule, costs), needed)
 
 
-def _memory(measured: Profile, sizes: Sequence[int], schedule: Schedule) -> tuple[int, ...]:
-    """Bytes per rank; a rank with several chunks is counted with its largest one at peak."""
-    static = [0] * schedule.shape.ranks
-    largest = [0] * schedule.shape.ranks
+def _parts(profile: Profile, sizes: Sequence[int]) -> list[tuple[LayerProfile, ...]]:
+    parts = []
     begin = 0
-    for stage, size in enumerate(sizes):
-        part = measured.layers[begin : begin + size]
-        rank = schedule.placement[stage]
-        static[rank] += STATIC_COPIES * sum(layer.parameter_bytes for layer in part)
-        largest[rank] = max(largest[rank], sum(layer.activation_bytes for layer in part))
+    for size in sizes:
+        parts.append(profile.layers[begin : begin + size])
         begin += size
-    peaks = peak_activations(schedule.orders)
-    return tuple(s + k * a for s, k, a in zip(static, peaks, largest, strict=True))
+    return parts
+
+
+def _check_shape(schedule: Schedule, ranks: int, microbatches: int, chunks: int | None) -> None:
+    shape = schedule.shape
+    wanted = (ranks, microbatches, shape.chunks if chunks is None else chunks)
+    if (shape.ranks, shape.microbatches, shape.chunks) != wanted:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} is for {shape.ranks} ranks, {shape.microbatches} "
+            f"micro-batches and {shape.chunks} chunks per rank, but the plan is for {wanted[0]}, "
+            f"{wanted[1]} and {wanted[2]}; build it for these sizes"
+        )
+
+
+def _check_profile(profile: Profile, model: nn.Module) -> None:
+    found = [layer.name for layer in profile.layers]
+    names = [name for name, _ in layers_of(model)]
+    if found != names:
+        raise PartitionError(
+            f"the profile has {len(found)} layers ({found[0]!r} to {found[-1]!r}) and the model "
+            f"{len(names)} ({names[0]!r} to {names[-1]!r}), not the same ones; profile this model"
+            if found
+            else "the profile has no layers; profile this model"
+        )
+
+
+def _memory_bytes(profile: Profile, sizes: Sequence[int], schedule: Schedule) -> tuple[int, ...]:
+    """Bytes per rank: its static bytes, and its activations at the schedule's own peak."""
+    parts = _parts(profile, sizes)
+    kept = [sum(layer.activation_bytes for layer in part) for part in parts]
+    needed = []
+    for rank, order in enumerate(schedule.orders):
+        parameters = sum(
+            layer.parameter_bytes for stage in schedule.stages_of(rank) for layer in parts[stage]
+        )
+        alive = peak = 0
+        for action in order:
+            for part in action.flat():
+                if part.kind is Kind.F:
+                    alive += kept[part.stage]
+                    peak = max(peak, alive)
+                elif part.kind in (Kind.B, Kind.W):
+                    alive -= kept[part.stage]
+        needed.append(STATIC_COPIES * parameters + peak)
+    return tuple(needed)
+
+
+def _check_memory(
+    needed: Sequence[int], memory: float, split: Partition, schedule: Schedule
+) -> None:
+    worst = max(range(len(needed)), key=needed.__getitem__)
+    if needed[worst] <= memory:
+        return
+    stages = ", ".join(
+        f"stage {stage} ({split.stages[stage][0]!r} to {split.stages[stage][-1]!r})"
+        for stage in schedule.stages_of(worst)
+    )
+    raise PartitionError(
+        f"rank {worst} with {stages} needs {needed[worst]} bytes (parameters x {STATIC_COPIES} for "
+        f"gradients and Adam's states, and its activations at peak), {needed[worst] - memory:.0f} "
+        f"more than memory={memory:.0f}; use more ranks or smaller micro-batches"
+    )

@@ -23,7 +23,7 @@ __all__ = ["LayerProfile", "Profile", "profile"]
 SCHEMA = 1
 _KIND = "pipelane.profile"
 
-#: Called as ``progress(layers done, layers, name of the next)``; once more at the end, with "".
+#: Called before each layer as ``progress(layers done, layers, name of the next)``.
 Progress = Callable[[int, int, str], None]
 
 
@@ -173,7 +173,6 @@ def profile(
             tell(index, len(layers), name)
             found, value = _measure(name, layer, value, warmup, repeats)
             measured.append(found)
-        tell(len(layers), len(layers), "")
     return Profile(tuple(measured), example.nbytes, str(place), len(example), repeats)
 
 

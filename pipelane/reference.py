@@ -10,7 +10,7 @@ from torch import nn
 
 from pipelane.errors import InputError
 from pipelane.layers import layers_of
-from pipelane.runtime.loss import LossPolicy, checked_loss, microbatch_weights, split_sizes
+from pipelane.runtime.loss import LossPolicy, microbatch_loss, microbatch_weights, split_sizes
 from pipelane.runtime.randomness import may_draw, run_layers
 
 __all__ = ["reference"]
@@ -57,9 +57,7 @@ def reference(
     total: torch.Tensor | None = None
     for i, part in enumerate(torch.split(x, sizes)):
         output = run_layers(layers, part, seed, step, i, x.device)
-        loss = checked_loss(loss_fn(output, targets[i]), f"for micro-batch {i}")
-        if weights[i] != 1.0:
-            loss = loss * weights[i]
+        loss = microbatch_loss(loss_fn, output, targets[i], weights[i], i)
         torch.autograd.backward((loss,))
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None

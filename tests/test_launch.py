@@ -27,13 +27,15 @@ def main(word):
     pipe = pipelane.Pipeline(
         model, example=x[:2], microbatches=3, loss_fn=torch.nn.functional.mse_loss)
     loss = pipe.step(x, y)
-    print(f"{word} rank {pipe.rank} of {pipe.ranks} loss {loss.item():.6f}", flush=True)
+    # One write, so that lines of several ranks do not mix.
+    sys.stdout.write(f"{word} rank {pipe.rank} of {pipe.ranks} loss {loss.item():.6f}\\n")
+    sys.stdout.flush()
     if "--fail" in sys.argv and pipe.rank == 1:
         raise RuntimeError("told to fail")
     return pipe.rank
 
 if __name__ == "__main__":
-    print("returned", pipelane.launch(main, 2, "hello"), flush=True)
+    sys.stdout.write(f"returned {pipelane.launch(main, 2, 'hello')}\\n")
 """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ def test_seconds_and_bytes() -> None:
     assert linear.output_bytes == 6 * 4 * 4
     assert linear.output_shape == (6, 4)
     assert linear.output_dtype == "float32"
-    assert (found.rows, found.input_bytes, found.repeats) == (6, 192, 3)
+    assert (found.batch, found.input_bytes, found.repeats) == (6, 192, 3)
 
 
 def test_activations_are_counted_once_per_storage() -> None:
@@ -101,6 +102,129 @@ def test_nothing_is_changed() -> None:
     assert made.training
 
 
+class Restless(nn.Module):
+    """Assigns its buffer anew and draws in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen + 1
+        return x + torch.rand(())
+
+
+def test_assigned_buffers_and_modes_are_put_back() -> None:
+    made = nn.Sequential(nn.BatchNorm1d(4).eval(), Restless(), nn.Linear(4, 4))
+    seen, weight = made[1].seen, made[2].weight
+    gradient = weight.grad = torch.ones(4, 4)
+    pipelane.profile(made, torch.randn(3, 4))
+    assert made[1].seen is seen
+    assert seen == 0
+    assert made[2].weight is weight
+    assert weight.grad is gradient
+    assert torch.equal(gradient, torch.ones(4, 4))
+    assert (made.training, made[0].training, made[2].training) == (True, False, True)
+    assert made[0].num_batches_tracked == 0
+
+
+def test_a_failing_layer_leaves_the_model_as_it_was() -> None:
+    made = nn.Sequential(nn.BatchNorm1d(4), nn.Sequential(nn.BatchNorm1d(4), nn.Linear(5, 4)))
+    made[1][1].bias.grad = torch.ones(4)
+    before = copy.deepcopy(made.state_dict())
+    x = torch.randn(3, 4)
+    stream = torch.get_rng_state()
+    with pytest.raises(ProfileError, match="layer '1'") as caught:
+        pipelane.profile(made, x)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert all(torch.equal(value, before[key]) for key, value in made.state_dict().items())
+    assert torch.equal(made[1][1].bias.grad, torch.ones(4))
+    assert torch.equal(stream, torch.get_rng_state())
+
+
+def test_the_copy_of_the_input_is_not_timed_and_the_example_not_overwritten() -> None:
+    x = torch.randn(4000, 1000)
+    before = x.clone()
+    found = pipelane.profile(nn.Sequential(nn.Identity(), nn.ReLU(inplace=True)), x, repeats=3)
+    assert found.layers[0].forward_seconds < 1e-3  # a copy takes several milliseconds
+    assert torch.equal(x, before)
+
+
+def test_medians_of_runs_after_the_warm_up() -> None:
+    class Counting(nn.Module):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            Counting.calls += 1
+            if Counting.calls in (1, 2, 3, 4):  # the count of bytes, two to warm up, an outlier
+                time.sleep(0.05)
+            return x * 1
+
+    found = pipelane.profile(nn.Sequential(Counting()), torch.randn(2), repeats=3, warmup=2)
+    assert Counting.calls == 1 + 2 + 3
+    assert found.layers[0].forward_seconds < 0.02
+    assert found.layers[0].backward_seconds > 0
+
+
+def test_the_callers_own_modes_do_not_matter() -> None:
+    made = nn.Sequential(nn.Linear(4, 4))
+    with torch.no_grad():
+        assert pipelane.profile(made, torch.randn(2, 4)).layers[0].backward_seconds > 0
+        assert not torch.is_grad_enabled()
+    with torch.inference_mode():
+        x = torch.randn(2, 4)
+        assert pipelane.profile(made, x).layers[0].activation_bytes == 2 * 4 * 4
+
+
+def test_a_layer_that_is_used_twice_is_measured_twice() -> None:
+    shared = nn.Linear(4, 4)
+    found = pipelane.profile(nn.Sequential(shared, nn.Tanh(), shared), torch.randn(2, 4))
+    assert [layer.name for layer in found.layers] == ["0", "1", "2"]
+    assert found.layers[0].parameter_bytes == found.layers[2].parameter_bytes == 80
+
+
+def test_names_are_those_of_the_model() -> None:
+    made = nn.Sequential(OrderedDict(inner=nn.Linear(4, 3), head=nn.Linear(3, 2).double()))
+    made[0].register_forward_hook(lambda module, given, output: output.double())
+    found = pipelane.profile(made, torch.randn(2, 4))
+    assert [layer.name for layer in found.layers] == ["inner", "head"]
+    assert found.layers[1].output_dtype == "float64"
+    assert found.layers[1].output_bytes == 2 * 2 * 8
+
+
+def test_sizes_and_counts_of_runs_are_checked() -> None:
+    made, x = nn.Sequential(nn.LazyLinear(2)), torch.randn(2, 4)
+    with pytest.raises(ProfileError, match=r"layer '0' .*no sizes yet"):
+        pipelane.profile(made, x)
+    for wrong in ({"repeats": 0}, {"warmup": -1}):
+        with pytest.raises(ProfileError, match="repeats must be"):
+            pipelane.profile(nn.Sequential(nn.ReLU()), x, **wrong)
+
+
+def test_a_progress_bar_on_standard_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # for rich, then, standard error is a terminal
+    monkeypatch.setenv("TERM", "xterm")
+    made = nn.Sequential(OrderedDict({"[/odd]": nn.ReLU()}))
+    pipelane.profile(made, torch.randn(2), progress=True)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "[/odd]" in captured.err
+
+
+def test_json_from_elsewhere_is_refused() -> None:
+    found = pipelane.profile(nn.Sequential(nn.ReLU()), torch.randn(2, 2))
+    text = found.to_json()
+    with pytest.raises(ConfigError, match="schema 99"):
+        Profile.from_json(text.replace('"schema": 1', '"schema": 99'))
+    with pytest.raises(ConfigError, match=r"kind 'pipelane\.timeline'"):
+        Profile.from_json(text.replace("pipelane.profile", "pipelane.timeline"))
+    negative = text.replace('"output_bytes": 16', '"output_bytes": -16')
+    with pytest.raises(ConfigError, match=r"layer 0 .*output_bytes"):
+        Profile.from_json(negative)
+
+
 def test_progress_and_json() -> None:
     calls: list[tuple[int, int, str]] = []
     found = pipelane.profile(
@@ -136,7 +260,37 @@ class OwnForward(nn.Sequential):
         return x
 
 
-@pytest.mark.parametrize("bad", [nn.Linear(2, 2), nn.Sequential(), OwnForward(nn.ReLU())])
-def test_models_that_are_no_chain(bad: nn.Module) -> None:
-    with pytest.raises(ModelError):
+def overridden() -> nn.Sequential:
+    made = nn.Sequential(nn.ReLU())
+    made.forward = lambda x: x  # type: ignore[assignment, method-assign]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (nn.Linear(2, 2), "Linear, not an nn.Sequential; .* will come"),
+        (nn.Sequential(), "no layers"),
+        (OwnForward(nn.ReLU()), "OwnForward is an nn.Sequential with its own forward"),
+        (overridden(), "its own forward"),
+        (torch.nn.functional.relu, "not an nn.Sequential"),
+    ],
+)
+def test_models_that_are_no_chain(bad: nn.Module, words: str) -> None:
+    with pytest.raises(ModelError, match=words):
         pipelane.profile(bad, torch.randn(2, 2))
+
+
+def test_layers_come_back_from_another_device() -> None:
+    """The meta device stands for a GPU: what is moved there has lost its values."""
+    made = model()[2:]
+    made[2].bias.grad = torch.ones(8)
+    before = copy.deepcopy(made.state_dict())
+    tensors = [id(t) for t in (*made.parameters(), *made.buffers())]
+    found = pipelane.profile(made, torch.randn(4, 24), device="meta")
+    assert found.device == "meta"
+    assert found.layers[2].output_shape == (4, 8)
+    assert [id(t) for t in (*made.parameters(), *made.buffers())] == tensors
+    assert torch.equal(made[2].bias.grad, torch.ones(8))
+    for name, value in made.state_dict().items():
+        assert torch.equal(value, before[name]), name

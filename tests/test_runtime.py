@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import pipelane
+from pipelane.actions import Action, Kind
+from pipelane.schedule import Schedule, Shape
 
 SIZES = [1, 2, 3, 4, 8]
 
@@ -68,6 +72,202 @@ def every_schedule(schedules: list[str]) -> list[str]:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_equals_one_process_bit_for_bit(ranks: int) -> None:
     for wrong in pipelane.launch(every_schedule, ranks, ["gpipe", "1f1b", "naive"]):
+        assert wrong == []
+
+
+def masked(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(output, target, ignore_index=-1)
+
+
+def counted(target: torch.Tensor) -> int:
+    return int((target != -1).sum())
+
+
+def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(output, target, reduction="sum")
+
+
+def whole_batch_losses() -> list[str]:
+    """Mean, sum and weighted losses equal those of the whole batch in one piece."""
+    x, y = batch(11)
+    y[:5] = -1  # the first of four micro-batches counts nothing at all
+    cases: list[tuple[str, Any, dict[str, Any]]] = [
+        ("mean", cross_entropy, {}),
+        ("sum", summed, {"loss_reduction": "sum"}),
+        ("weighted", masked, {"loss_weight": counted}),
+    ]
+    wrong = []
+    for name, loss_fn, options in cases:
+        target = y if name == "weighted" else y.clamp(min=0)
+        model = classifier()
+        pipe = pipelane.Pipeline(
+            copy.deepcopy(model), microbatches=4, loss_fn=loss_fn, partition=[3, 3], **options
+        )
+        wrong += compare(pipe, model, x, target, loss_fn=loss_fn, **options)
+        model.zero_grad(set_to_none=True)
+        whole = loss_fn(model(x.clone()), target)
+        whole.backward()
+        loss = pipe.step(x, target)  # gradients add up: twice those of one step
+        if not torch.allclose(loss, whole, rtol=1e-5):
+            wrong.append(f"{name}: {loss} != {whole}")
+        gradients = {key: p.grad for key, p in model.named_parameters()}
+        for key, parameter in pipe.named_parameters():
+            if not torch.allclose(parameter.grad / 2, gradients[key], rtol=1e-4, atol=1e-6):
+                wrong.append(f"{name}: gradient of {key}")
+        pipe.close()
+    return wrong
+
+
+def test_the_loss_is_that_of_the_whole_batch() -> None:
+    for wrong in pipelane.launch(whole_batch_losses, 2):
+        assert wrong == []
+
+
+def custom_schedules(csv: str) -> list[str]:
+    """Two chunks per rank, V placement, a CSV file: the runtime runs whatever is valid."""
+    from fake import random_schedule
+
+    rng = random.Random(7)
+    model = classifier(9)
+    x, y = batch(12)
+    wrong = []
+    pipe = pipelane.Pipeline(
+        copy.deepcopy(model), schedule=csv, microbatches=3, loss_fn=cross_entropy,
+        partition=[3, 2, 2, 2],
+    )  # fmt: skip
+    wrong += compare(pipe, model, x, y)
+    tried = 0
+    while tried < 25:
+        schedule = random_schedule(rng)
+        shape = schedule.shape
+        if shape.ranks != 2 or shape.stages > 9 or schedule.splits_backward:
+            continue
+        tried += 1
+        sizes = [1] * shape.stages
+        sizes[0] += 9 - shape.stages
+        pipe = pipelane.Pipeline(
+            copy.deepcopy(model), schedule=schedule, microbatches=shape.microbatches,
+            loss_fn=cross_entropy, partition=sizes, timeout=30,
+        )  # fmt: skip
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        model.zero_grad(set_to_none=True)
+        for step in range(2):
+            loss = pipe.step(x, y)
+            expected = pipelane.reference(
+                model, x, y, loss_fn=cross_entropy, microbatches=shape.microbatches, step=step
+            )
+            if not torch.allclose(loss, expected):
+                wrong.append(f"{schedule.orders}: {loss} != {expected}")
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        for name, parameter in pipe.named_parameters():
+            if not torch.allclose(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6):
+                wrong.append(f"{schedule.orders}: {name}")
+        peaks = pipe.timeline().peak_activations
+        if peaks != pipelane.check(schedule).peak_activations:
+            wrong.append(f"{schedule.orders}: peaks {peaks}")
+        pipe.close()
+    return wrong
+
+
+def test_random_custom_schedules_run(tmp_path: Path) -> None:
+    file = tmp_path / "looped.csv"
+    rows = [
+        [
+            f"{s}{k}{i}"
+            for i in range(3)
+            for k, s in (("F", r), ("F", r + 2), ("B", r + 2), ("B", r))
+        ]
+        for r in range(2)
+    ]
+    file.write_text("\n".join(",".join(row) for row in rows))
+    for wrong in pipelane.launch(custom_schedules, 2, str(file)):
+        assert wrong == []
+
+
+def split_backward() -> str:
+    schedule = Schedule(
+        "split", Shape(1, 1), (0,),
+        ((Action(Kind.F, 0, 0), Action(Kind.I, 0, 0), Action(Kind.W, 0, 0)),),
+    )  # fmt: skip
+    try:
+        pipelane.Pipeline(classifier(), schedule=schedule, microbatches=1, loss_fn=cross_entropy)
+    except pipelane.errors.ScheduleError as error:
+        return str(error)
+    return ""
+
+
+def test_split_backwards_are_refused_before_anything_runs() -> None:
+    (message,) = pipelane.launch(split_backward, 1)
+    assert "0I0" in message
+    assert "can simulate but not run" in message
+
+
+def unknown_key(pipe: pipelane.Pipeline, state: dict[str, Any]) -> dict[str, Any]:
+    first = next(iter(pipe.state_dict()), None) or "0.weight"
+    return {**state, first.split(".")[0] + ".more": torch.zeros(1)}
+
+
+def refusal(pipe: pipelane.Pipeline, state: dict[str, Any]) -> str:
+    try:
+        pipe.load_state_dict(state)
+    except pipelane.errors.ModelError as error:
+        return str(error)
+    return ""
+
+
+def everything_else() -> list[str]:
+    """Timelines, state dicts, modes, names, memory, and the plan."""
+    model = classifier(8)
+    whole = copy.deepcopy(model)
+    x, y = batch(8)
+    pipe = pipelane.Pipeline(model, microbatches=4, loss_fn=cross_entropy, example=x[:2])
+    wrong = []
+    for _ in range(3):
+        pipe.step(x, y)
+    timeline = pipe.timeline()
+    plan = pipe.plan
+    assert plan is not None
+    if [[s.action for s in row] for row in timeline.spans] != [
+        [s.action for s in row] for row in plan.timeline.spans
+    ]:
+        wrong.append("the measured actions are not the planned ones")
+    for row in timeline.spans:
+        ends = [t for s in row for t in (s.start, s.end)]
+        if ends != sorted(ends) or ends[0] < 0:
+            wrong.append("spans overlap or run backwards")
+    # A gradient is used on rank 0 only after the last rank has made it.
+    made = {s.action.microbatch: s.end for s in timeline.spans[-1] if s.action.kind is Kind.B}
+    used = {s.action.microbatch: s.start for s in timeline.spans[0] if s.action.kind is Kind.B}
+    if any(used[number] < made[number] for number in made):
+        wrong.append("a gradient was used before it was there")
+    # Only the own layers are in memory, under their own names.
+    names = {name for stage in pipe.partition.stages for name in stage}
+    state = pipe.state_dict()
+    held = {key for key, value in model.state_dict().items() if value.device.type != "meta"}
+    if held != set(state) or len(names) != 8:
+        wrong.append(f"held {held}, expected {set(state)}")
+    every = {key: value for part in pipe.gather(state) for key, value in part.items()}
+    if set(every) != set(whole.state_dict()):
+        wrong.append("the ranks' state dicts do not make the model")
+    whole.load_state_dict(every)
+    pipe.load_state_dict({key: value + 1 for key, value in every.items()})
+    if not all(torch.equal(value, every[key] + 1) for key, value in pipe.state_dict().items()):
+        wrong.append("load_state_dict")
+    before = {key: value.clone() for key, value in pipe.state_dict().items()}
+    for bad in ({}, {key: value[:1] for key, value in every.items()}, unknown_key(pipe, every)):
+        if refusal(pipe, bad) == "":
+            wrong.append("a bad state dict was loaded")
+    if not all(torch.equal(value, pipe.state_dict()[key]) for key, value in before.items()):
+        wrong.append("a refused state dict was partly loaded")
+    pipe.eval()
+    if pipe.training or any(m.training for s in pipe._stages.values() for m in s.modules):
+        wrong.append("eval")
+    return wrong
+
+
+def test_timeline_state_dict_and_memory() -> None:
+    for wrong in pipelane.launch(everything_else, 3):
         assert wrong == []
 
 

@@ -4,13 +4,13 @@ A stage that holds layers i, ..., j - 1 takes ``starts[i] + ends[j]`` seconds, w
 ``starts[i] = boundary before i - costs up to i`` and ``ends[j] = costs up to j + boundary at j``.
 A greedy bisection over the bottleneck would be wrong: with boundary costs a longer stage can be
 cheaper. Both dynamic programmes below use only that form, so that they need no window of likely
-cuts and stay fast on very uneven chains: O(K n log n) and O(K n log n) for n layers, K stages.
+cuts and stay fast on very uneven chains: both take O(K n log n) for n layers and K stages.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
@@ -19,8 +19,8 @@ from pipelane.errors import PartitionError
 
 __all__ = ["chain_partition"]
 
-#: Rounding of a stage's seconds, as a share of the whole chain's: ties within it are ties.
-_ROUNDING = 1e-14
+#: Rounding of a sum, per term and as a share of the sum: stage times that differ by no more tie.
+_ROUNDING = 2.0**-52
 
 #: Ranges of cuts up to this size are searched pair by pair.
 _SMALL = 12
@@ -58,14 +58,12 @@ def chain_partition(
     edge = [0.0, *(boundary or [0.0] * (len(costs) - 1)), 0.0]
     starts = [e - t for e, t in zip(edge, total, strict=True)]
     ends = [e + t for e, t in zip(edge, total, strict=True)]
-    slack = _ROUNDING * (total[-1] + 2 * max(edge)) * math.sqrt(len(costs))
-
-    most = min(stages, len(costs))
-    bottlenecks = _bottlenecks(starts, ends, most)
+    bottlenecks = _bottlenecks(starts, ends, min(stages, len(costs)))
+    best = min(bottlenecks) if at_most else bottlenecks[-1]
+    limit = best + _ROUNDING * len(costs) * (total[-1] + best)
     if at_most:
-        best = min(bottlenecks)
-        stages = next(k for k, b in enumerate(bottlenecks, 1) if b <= best + slack)
-    return _evenest(starts, ends, total, stages, bottlenecks[stages - 1] + slack)
+        stages = next(k for k, found in enumerate(bottlenecks, 1) if found <= limit)
+    return _evenest(starts, ends, total, stages, limit)
 
 
 def _bottlenecks(starts: Sequence[float], ends: Sequence[float], stages: int) -> list[float]:
@@ -117,61 +115,98 @@ def _insert(bests: list[float], fronts: list[float], best: float, front: float) 
     fronts[at:end] = [front]
 
 
+def _evenest(
+    starts: Sequence[float],
+    ends: Sequence[float],
+    total: Sequence[float],
+    stages: int,
+    limit: float,
+) -> list[int]:
+    """Layers per stage: the least sum of squares with no stage above ``limit``."""
+    n = len(starts) - 1
+    most = limit * (1 + 1e-9)  # not to lose a cut to rounding
+    search = _Evenness(starts, ends, limit)
+    scores = [math.inf] * (n + 1)
+    scores[0] = 0.0
+    alive = range(1)
+    steps: list[list[int]] = []
+    for k in range(1, stages + 1):
+        # What is left behind the cut must fit into the stages that are left, and each needs one.
+        first = max(k, bisect_left(total, total[n] - (stages - k) * most))
+        last = min(n - (stages - k), bisect_right(total, k * most) - 1)
+        ahead = range(first, last + 1)
+        scores, cuts = search.step(scores, alive, ahead)
+        steps.append(cuts)
+        alive = ahead
+    sizes: list[int] = []
+    end = n
+    for cuts in reversed(steps):
+        sizes.append(end - cuts[end])
+        end = cuts[end]
+    return sizes[::-1]
+
+
 class _Range:
-    """A range of cuts, halved: each pair i < j with i left and j right is looked at once."""
+    """A range of cuts, halved again and again.
+
+    Each pair of cuts i < j, if not together in a small range, is on the two sides of exactly one
+    halving.
+    """
 
     def __init__(self, low: int, high: int, starts: Sequence[float], ends: Sequence[float]) -> None:
         self.low, self.high = low, high
-        self.halves: list[_Range] = []
+        self.middle = (low + high) // 2
+        self.halves: tuple[_Range, ...] = ()
         if high - low > _SMALL:
-            middle = (low + high) // 2
-            self.halves = [_Range(low, middle, starts, ends), _Range(middle, high, starts, ends)]
-            self.left = sorted(range(low, middle), key=starts.__getitem__)
-            self.right = sorted(range(middle, high), key=ends.__getitem__, reverse=True)
+            left, right = range(low, self.middle), range(self.middle, high)
+            self.halves = (
+                _Range(low, self.middle, starts, ends),
+                _Range(self.middle, high, starts, ends),
+            )
+            self.left = sorted(left, key=starts.__getitem__)
+            self.right = sorted(right, key=ends.__getitem__, reverse=True)
 
 
 class _Evenness:
-    """One step of the second programme: from k - 1 stages to k.
+    """The steps of the second programme, each from k - 1 stages to k.
 
-    ``after[j] = min over i < j of before[i] + (starts[i] + ends[j]) ** 2``, over the i whose stage
-    is within ``limit``. Expanded, each i is a line in ``ends[j]`` with slope ``2 * starts[i]``, and
-    the minimum is the lower envelope of the lines. With the left half sorted by ``starts`` and the
-    right half by falling ``ends``, lines join in the order of their slopes as the limit allows
-    more of them, and leave at the other end as they are overtaken: linear time (the monotone
-    convex hull trick).
+    ``after[j] = min over i < j of before[i] + (starts[i] + ends[j]) ** 2``, over those i whose
+    stage is within ``limit``. Expanded, each i is a line in ``2 * ends[j]`` with slope
+    ``starts[i]``, and the minimum is the lower envelope of the lines. With the left half of a
+    range sorted by ``starts`` and the right half by falling ``ends``, lines join in the order of
+    their slopes as the limit allows more of them, and leave at the other end as they are overtaken:
+    the monotone convex hull trick, linear in the length of the range.
     """
 
     def __init__(self, starts: Sequence[float], ends: Sequence[float], limit: float) -> None:
         self.starts, self.ends, self.limit = starts, ends, limit
-        self.tree = _Range(0, len(starts), starts, ends)
+        self.whole = _Range(0, len(starts), starts, ends)
 
-    def step(self, before: Sequence[float], first: int, last: int) -> tuple[list[float], list[int]]:
-        """Scores and cuts of the ends ``first`` to ``last``; infinite elsewhere."""
-        self.before = before
-        self.first, self.last = first, last
+    def step(
+        self, before: list[float], alive: range, ahead: range
+    ) -> tuple[list[float], list[int]]:
+        """Scores of the ends in ``ahead``, infinite elsewhere, and the cuts before them.
+
+        ``alive`` is where ``before`` may be finite.
+        """
+        self.before, self.alive, self.ahead = before, alive, ahead
         self.after = [math.inf] * len(before)
         self.cuts = [0] * len(before)
-        self._visit(self.tree)
+        self._visit(self.whole)
         return self.after, self.cuts
 
     def _visit(self, part: _Range) -> None:
-        if part.high <= self.first or part.low > self.last:
-            if part.low > self.last:
-                return
-            # Only ends are restricted: no end of interest lies in here.
+        if not (_overlap(self.ahead, part.low, part.high) and self.alive.start < part.high):
             return
         if not part.halves:
-            self._pairs(part.low, part.high)
+            for j in range(max(part.low + 1, self.ahead.start), min(part.high, self.ahead.stop)):
+                for i in range(max(part.low, self.alive.start), min(j, self.alive.stop)):
+                    self._offer(i, j)
             return
         for half in part.halves:
             self._visit(half)
-        self._cross(part.left, part.right)
-
-    def _pairs(self, low: int, high: int) -> None:
-        for j in range(max(low + 1, self.first), min(high, self.last + 1)):
-            for i in range(low, j):
-                if self.before[i] < math.inf:
-                    self._offer(i, j)
+        if _overlap(self.alive, part.low, part.middle):
+            self._cross(part.left, part.right)
 
     def _offer(self, i: int, j: int) -> None:
         seconds = self.starts[i] + self.ends[j]
@@ -181,36 +216,66 @@ class _Evenness:
                 self.after[j], self.cuts[j] = score, i
 
     def _cross(self, left: Sequence[int], right: Sequence[int]) -> None:
-        starts, before = self.starts, self.before
-        lines: deque[tuple[float, float, int]] = deque()  # starts, height at 0, cut
-        waiting = iter([i for i in left if before[i] < math.inf])
-        i = next(waiting, None)
+        starts, before, first, stop = self.starts, self.before, self.ahead.start, self.ahead.stop
+        joining = [i for i in left if before[i] < math.inf]
+        joined = 0
+        lines: deque[_Line] = deque()
         for j in right:
-            if i is None and not lines:
-                return
-            if not self.first <= j <= self.last:
+            if not first <= j < stop:
                 continue
-            end = self.ends[j]
-            while i is not None and starts[i] + end <= self.limit:
-                _join(lines, starts[i], before[i] + starts[i] * starts[i], i)
-                i = next(waiting, None)
-            at = 2 * end
-            while len(lines) > 1 and lines[1][0] * at + lines[1][1] <= lines[0][0] * at + lines[0][1]:
+            allowed = self.limit - self.ends[j]
+            while joined < len(joining) and starts[joining[joined]] <= allowed:
+                i = joining[joined]
+                _join(lines, (starts[i], before[i] + starts[i] * starts[i], i))
+                joined += 1
+            at = 2 * self.ends[j]
+            while (
+                len(lines) > 1 and lines[1][0] * at + lines[1][1] <= lines[0][0] * at + lines[0][1]
+            ):
                 lines.popleft()
             if lines:
                 self._offer(lines[0][2], j)
 
 
-def _join(lines: deque[tuple[float, float, int]], slope: float, height: float, cut: int) -> None:
+_Line = tuple[float, float, int]  # slope, height at 0, cut
+
+
+def _join(lines: deque[_Line], line: _Line) -> None:
     """Add a line with the largest slope so far to a lower envelope."""
+    slope, height, _ = line
     if lines and lines[-1][0] == slope:
         if lines[-1][1] <= height:
             return
         lines.pop()
     while len(lines) > 1:
         (s0, h0, _), (s1, h1, _) = lines[-2], lines[-1]
-        # The middle one is nowhere lowest if the outer two cross where it is not below them.
+        # The last one stays if it is the lowest somewhere between its neighbours.
         if (h1 - h0) * (slope - s1) < (height - h1) * (s1 - s0):
             break
         lines.pop()
-    lines.append((slope, height, cut))
+    lines.append(line)
+
+
+def _overlap(cuts: range, low: int, high: int) -> bool:
+    return cuts.start < high and cuts.stop > low
+
+
+def _check(costs: Sequence[float], stages: int, boundary: Sequence[float], at_most: bool) -> None:
+    n = len(costs)
+    if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
+        raise PartitionError(f"stages must be a whole number of at least 1, got {stages!r}")
+    if not n:
+        raise PartitionError("there are no layers to partition; give at least one")
+    if stages > n and not at_most:
+        raise PartitionError(
+            f"{stages} stages for {n} layers: every stage needs at least one; use at most {n} "
+            "stages, or split the layers"
+        )
+    if boundary and len(boundary) != n - 1:
+        raise PartitionError(f"{len(boundary)} boundaries for {n} layers; expected {n - 1}")
+    for what, values in (("layer", costs), ("boundary behind layer", boundary)):
+        for index, value in enumerate(values):
+            if not (math.isfinite(value) and value >= 0):
+                raise PartitionError(
+                    f"{what} {index}: cost must be a finite number of seconds >= 0, got {value}"
+                )

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from pipelane.actions import Action, Kind
 from pipelane.errors import BoundaryError, LossError, PipelaneError, PipelineFailure, ScheduleError
 from pipelane.program import Program
-from pipelane.runtime.loss import checked_loss
+from pipelane.runtime.loss import microbatch_loss
 from pipelane.runtime.stage import StageModule, backward_from
 from pipelane.runtime.transport import Spec, Transport
 
@@ -280,18 +280,17 @@ class Engine:
                 x.requires_grad_()
             y = stage(x, step.number, i)
             if not training:
+                stage.spec_of(y)
                 xs[i] = None
                 ys[i] = y
                 return
             assert loss_fn is not None
-            loss = checked_loss(loss_fn(y, step.targets[i]), f"for micro-batch {i}")
+            loss = microbatch_loss(loss_fn, y, step.targets[i], step.weights[i], i)
             if not loss.requires_grad:
                 raise LossError(
                     f"the loss of micro-batch {i} does not depend on any parameter or input that "
                     "requires a gradient: is it detached, or is every parameter frozen?"
                 )
-            if step.weights[i] != 1.0:
-                loss = loss * step.weights[i]
             edges[i] = loss
             self._losses.append(loss.detach())
 

@@ -52,6 +52,7 @@ class Ranks:
         self.size = dist.get_world_size(base)
         self.world = dist.get_process_group_ranks(base)
         self.timeout = timeout
+        self._whole = self.size == dist.get_world_size()
         self.control = self._new_group(self.world, "gloo")
         self._data: list[dist.ProcessGroup] = []
         self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
@@ -66,20 +67,27 @@ class Ranks:
 
         Every rank of the pipeline must call this in the same order.
         """
-        if self.rank not in members:
+        member = self.rank in members
+        if not (member or self._whole):
             return None
         made = self._new_group([self.world[r] for r in members], backend)
+        if not member:
+            return None
         self._data.append(made)
         return made
 
     def _new_group(self, world: Sequence[int], backend: str) -> dist.ProcessGroup:
-        made = dist.new_group(
+        """A new group; torch names it by a count if all processes take part, which is best.
+
+        Where a pipeline is on a part of the processes only its members can take part; torch then
+        names the group by its members, and a name must not be used again (see :meth:`close`).
+        """
+        made: dist.ProcessGroup = dist.new_group(
             list(world),
             backend=backend,
             timeout=timedelta(seconds=self.timeout),
-            use_local_synchronization=True,
+            use_local_synchronization=not self._whole,
         )
-        assert isinstance(made, dist.ProcessGroup)
         return made
 
     def gather(self, value: Any) -> list[Any]:
@@ -154,7 +162,7 @@ class Ranks:
     def break_connections(self) -> None:
         """Close this rank's connections, so that no peer can wait for it any longer."""
         for group in [self.control, *self._data]:
-            if group.name() == "nccl":
+            if dist.get_backend(group) == "nccl":
                 group.abort()
                 continue
             me = dist.get_rank(group)
@@ -198,6 +206,18 @@ class Ranks:
         except RuntimeError:
             return None
         return told
+
+    def close(self) -> None:
+        """Leave the pipeline's groups; their threads and connections end.
+
+        Groups of a part of the processes stay until the process ends: torch would give their name,
+        and with it their stale addresses in the store, to the next such group.
+        """
+        if not self._whole:
+            return
+        for group in [*self._data, self.control]:
+            dist.destroy_process_group(group)
+        self._data.clear()
 
     @property
     def host(self) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from pipelane.errors import LossError
 
-__all__ = ["LossPolicy", "checked_loss", "microbatch_weights", "split_sizes"]
+__all__ = ["LossPolicy", "checked_loss", "microbatch_loss", "microbatch_weights", "split_sizes"]
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 
@@ -49,6 +49,18 @@ def microbatch_weights(policy: LossPolicy, targets: Sequence[torch.Tensor]) -> l
             f"loss_weight gave {parts} for the micro-batches; each must be >= 0 and one > 0"
         )
     return [part / total for part in parts]
+
+
+def microbatch_loss(
+    loss_fn: LossFn, output: Any, target: Any, weight: float, number: int
+) -> torch.Tensor:
+    """The weighted loss of one micro-batch, in the one way that pipeline and reference share."""
+    if weight == 0.0:
+        # Nothing counts here, and a mean over nothing would be NaN: zero, with zero gradients.
+        nothing: torch.Tensor = (output * 0.0).sum()
+        return nothing
+    loss = checked_loss(loss_fn(output, target), f"for micro-batch {number}")
+    return loss if weight == 1.0 else loss * weight
 
 
 def checked_loss(loss: object, where: str) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["PartitionTable", "human_bytes", "partition_table", "partition_text"]
 
 _BAR = 8
+_GAP = 2
+#: Columns give way to the names of the layers until those have this many characters.
+_NAMES = 24
 
 
 def human_bytes(size: float) -> str:
@@ -31,100 +34,195 @@ def human_bytes(size: float) -> str:
 
 
 class PartitionTable:
-    """A rich renderable: a row per stage and a line that says what limits the plan."""
+    """A rich renderable: a row per stage and a line that says what limits the plan.
 
-    def __init__(self, partition: Partition, profile: Profile | None = None) -> None:
+    Columns that do not fit are left out, the least telling first. Without a profile there are
+    only stages, layers and, if known, seconds.
+
+    Args:
+        partition: what to show.
+        profile: seconds and bytes of its layers.
+        ascii: keep to ASCII; where the console has no more, it is kept to anyway.
+    """
+
+    def __init__(
+        self, partition: Partition, profile: Profile | None = None, *, ascii: bool = False
+    ) -> None:
         self.partition = partition
         self.profile = profile
+        self.ascii = ascii
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        ascii = plain_ascii(console, options)
-        yield _table(self.partition, self.profile, ascii, wide=options.max_width >= 76)
+        ascii = self.ascii or plain_ascii(console, options)
+        columns = _columns(self.partition, self.profile, ascii)
+        _fit(columns, self.partition, options.max_width)
+        yield _table(self.partition, columns, options.max_width, ascii)
         yield Text()
-        yield Text(_summary(self.partition, self.profile is not None))
+        lines = _legend(columns) + _summary(self.partition)
+        if ascii:
+            lines = [_to_ascii(line) for line in lines]
+        for line in lines:
+            yield Text(line, overflow="fold")
 
 
-def partition_table(partition: Partition, profile: Profile | None = None) -> PartitionTable:
-    """Stages, their layers, times and bytes; times and bytes need the profile."""
-    return PartitionTable(partition, profile)
+def partition_table(
+    partition: Partition, profile: Profile | None = None, *, ascii: bool = False
+) -> PartitionTable:
+    """Stages, their layers, times and bytes; bytes need the profile."""
+    return PartitionTable(partition, profile, ascii=ascii)
 
 
-def partition_text(partition: Partition, profile: Profile | None = None, width: int = 80) -> str:
-    """The table as plain ASCII text."""
+def partition_text(
+    partition: Partition,
+    profile: Profile | None = None,
+    width: int | None = None,
+    *,
+    ascii: bool = True,
+) -> str:
+    """The table as text without colour, no line longer than ``width`` (80 if not given)."""
     out = io.StringIO()
-    Console(file=out, width=width, no_color=True, force_terminal=False).print(
-        PartitionTable(partition, profile)
-    )
-    return out.getvalue().rstrip("\n")
+    # A text buffer says that it is no terminal; whether Unicode is fine, the caller decides.
+    console = Console(
+        file=out, width=width or 80, no_color=True, color_system=None, force_terminal=not ascii,
+        highlight=False, legacy_windows=False,
+    )  # fmt: skip
+    console.print(PartitionTable(partition, profile, ascii=ascii))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).rstrip("\n")
 
 
-def _table(partition: Partition, profile: Profile | None, ascii: bool, wide: bool) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("stage", justify="right")
-    table.add_column("layers", overflow="ellipsis", no_wrap=True)
-    if profile is not None:
-        for title in ("F ms", "B ms"):
-            table.add_column(title, justify="right", no_wrap=True)
-        table.add_column("of slowest", no_wrap=True)
-        table.add_column("params", justify="right", no_wrap=True)
-        if wide:
-            table.add_column("saved", justify="right", no_wrap=True)
-            table.add_column("sends", justify="right", no_wrap=True)
-    begin = 0
+class _Column(NamedTuple):
+    """A column behind those of stage and layers."""
+
+    title: str
+    cells: list[str]
+    legend: str = ""
+    right: bool = True
+    #: Columns with the highest number are left out first, together.
+    rank: int = 0
+
+    @property
+    def width(self) -> int:
+        return max(map(len, (self.title, *self.cells)))
+
+
+def _columns(partition: Partition, profile: Profile | None, ascii: bool) -> list[_Column]:
+    columns: list[_Column] = []
+    parts = _parts(partition, profile) if profile is not None else []
+    if parts:
+        forward = [_ms(sum(layer.forward_seconds for layer in part)) for part in parts]
+        backward = [_ms(sum(layer.backward_seconds for layer in part)) for part in parts]
+        columns.append(_Column("F ms", forward, "F ms, B ms: forward and backward", rank=2))
+        columns.append(_Column("B ms", backward, rank=2))
+    elif partition.stage_seconds:
+        columns.append(_Column("ms", [_ms(seconds) for seconds in partition.stage_seconds]))
+    if partition.stage_seconds:
+        bars = [_bar(partition, stage, ascii) for stage in range(len(partition.stages))]
+        columns.append(_Column("of slowest", bars, right=False, rank=1))
+    if parts:
+        parameters = [human_bytes(sum(layer.parameter_bytes for layer in part)) for part in parts]
+        saved = [human_bytes(sum(layer.activation_bytes for layer in part)) for part in parts]
+        sends = [*(human_bytes(part[-1].output_bytes) for part in parts[:-1]), "-"]
+        columns.append(_Column("params", parameters, rank=3))
+        columns.append(
+            _Column("saved", saved, "saved: what autograd keeps until the backward", rank=4)
+        )
+        columns.append(_Column("sends", sends, "sends: what goes on to the next stage", rank=5))
+    return columns
+
+
+def _fit(columns: list[_Column], partition: Partition, width: int) -> None:
+    """Leave out columns until there is room for the names of the layers."""
+    names = min(_NAMES, max(len(_span(stage, width, True)) for stage in partition.stages))
+    while columns and len("stage") + _GAP + names + _taken(columns) > width:
+        last = max(column.rank for column in columns)
+        columns[:] = [column for column in columns if column.rank < last]
+
+
+def _taken(columns: list[_Column]) -> int:
+    return sum(_GAP + column.width for column in columns)
+
+
+def _table(partition: Partition, columns: list[_Column], width: int, ascii: bool) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
+    table.add_column("stage", justify="right", no_wrap=True)
+    table.add_column("layers", no_wrap=True)
+    for column in columns:
+        justify = "right" if column.right else "left"
+        table.add_column(column.title, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    room = max(1, width - len("stage") - _GAP - _taken(columns))
     for stage, names in enumerate(partition.stages):
-        shown = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        cells = [str(stage), f"{shown} ({len(names)})"]
-        if profile is not None:
-            part = profile.layers[begin : begin + len(names)]
-            last = stage == len(partition.stages) - 1
-            cells += _costs(partition, stage, part, ascii, wide, last)
-        table.add_row(*cells)
-        begin += len(names)
+        cells = [str(stage), _span(names, room, ascii), *(c.cells[stage] for c in columns)]
+        # Text, because square brackets in names would be read as markup.
+        table.add_row(*map(Text, cells))
     return table
 
 
-def _costs(
-    partition: Partition,
-    stage: int,
-    part: tuple[LayerProfile, ...],
-    ascii: bool,
-    wide: bool,
-    last: bool,
-) -> list[str]:
-    share = 0.0
-    if partition.stage_seconds and partition.bottleneck:
-        share = partition.stage_seconds[stage] / partition.bottleneck
+def _span(names: tuple[str, ...], room: int, ascii: bool) -> str:
+    """First to last name and their number; names are shortened to fit into ``room``."""
+    ends = [names[0]] if len(names) == 1 else [names[0], names[-1]]
+    count = f" ({len(names)})"
+    between = " to "
+    room -= len(count) + (len(ends) - 1) * len(between)
+    if ascii:
+        ends = [_to_ascii(end) for end in ends]
+    if room < 4 * len(ends):
+        return count.strip()
+    # A short name leaves what it does not need to the other.
+    share = max(room // len(ends), room - min(map(len, ends)) if len(ends) > 1 else room)
+    if sum(map(len, ends)) > room:
+        ends = [_shorten(end, share, ".." if ascii else "…") for end in ends]
+    return between.join(ends) + count
+
+
+def _shorten(name: str, room: int, dots: str) -> str:
+    """Without its middle: names differ at either end."""
+    if len(name) <= room:
+        return name
+    head = (room - len(dots)) // 2
+    tail = room - len(dots) - head
+    return f"{name[:head]}{dots}{name[len(name) - tail :]}"
+
+
+def _bar(partition: Partition, stage: int, ascii: bool) -> str:
+    share = partition.stage_seconds[stage] / partition.bottleneck if partition.bottleneck else 0.0
     filled = round(share * _BAR)
-    bar = ("#" if ascii else "█") * filled + ("." if ascii else "░") * (_BAR - filled)
-    cells = [
-        f"{sum(layer.forward_seconds for layer in part) * 1e3:.2f}",
-        f"{sum(layer.backward_seconds for layer in part) * 1e3:.2f}",
-        f"{bar} {share:4.0%}",
-        human_bytes(sum(layer.parameter_bytes for layer in part)),
-    ]
-    if wide:
-        cells.append(human_bytes(sum(layer.activation_bytes for layer in part)))
-        cells.append("-" if last else human_bytes(part[-1].output_bytes))
-    return cells
+    full, empty = ("#", ".") if ascii else ("█", "░")
+    return f"{full * filled}{empty * (_BAR - filled)} {share:4.0%}"
 
 
-def _summary(partition: Partition, costs: bool) -> str:
+def _parts(partition: Partition, profile: Profile) -> list[tuple[LayerProfile, ...]]:
+    parts = []
+    begin = 0
+    for names in partition.stages:
+        parts.append(profile.layers[begin : begin + len(names)])
+        begin += len(names)
+    return parts
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f}"
+
+
+def _legend(columns: list[_Column]) -> list[str]:
+    told = [column.legend for column in columns if column.legend]
+    return [f"Per micro-batch. {'; '.join(told)}."] if told else []
+
+
+def _summary(partition: Partition) -> list[str]:
+    """One line: what limits the plan, and how far it can be from the optimum."""
     if math.isnan(partition.bottleneck):
-        return "Chosen by hand, without costs."
-    proven = (
-        "proven optimal"
-        if partition.exact
-        else (
-            f"within {partition.bottleneck / partition.lower_bound - 1:.1%} of the optimum"
-            if partition.lower_bound
-            else "not proven"
-        )
-    )
-    saved = (
-        "Per micro-batch; saved: what autograd keeps until the backward; sends: what goes on to "
-        "the next stage.\n"
-    )
-    return (saved if costs else "") + (
-        f"Slowest stage {partition.bottleneck * 1e3:.2f} ms per micro-batch, {proven} "
-        f"({partition.method}). Limit: {partition.limit}."
-    )
+        return ["Chosen by hand, without costs."]
+    if partition.exact:
+        proven = "proven optimal (gap 0 %)"
+    elif math.isnan(partition.gap):
+        proven = "not proven optimal"
+    else:
+        proven = f"at most {partition.gap:.1%} above the optimum"
+    return [
+        f"Slowest stage: {_ms(partition.bottleneck)} ms, {proven} by {partition.method}. "
+        f"Limit: {partition.bound_reason}."
+    ]
+
+
+def _to_ascii(text: str) -> str:
+    return text.encode("ascii", "replace").decode()
