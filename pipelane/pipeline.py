@@ -148,6 +148,7 @@ class Pipeline:
                     self.ranks,
                     microbatches=microbatches,
                     schedule=self.schedule,
+                    device=self.device,
                 )
                 chosen = made.partition
             elif isinstance(partition, Partition):

@@ -23,6 +23,11 @@ __all__ = ["LayerProfile", "Profile", "profile"]
 SCHEMA = 1
 _KIND = "pipelane.profile"
 
+#: A layer is measured for at least so many seconds ...
+_LEAST_SECONDS = 0.03
+#: ... but at most so many times as often as asked.
+_MOST_FACTOR = 40
+
 #: Called before each layer as ``progress(layers done, layers, name of the next)``.
 Progress = Callable[[int, int, str], None]
 
@@ -70,7 +75,7 @@ class Profile:
         input_bytes: bytes of the example.
         device: where it was measured, such as "cpu" or "cuda:0".
         batch: rows of the example, that is the size of the micro-batch.
-        repeats: measurements behind each median.
+        repeats: least number of measurements behind each median.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -145,7 +150,8 @@ def profile(
     Args:
         model: a chain of layers; see :func:`pipelane.layers.layers_of`.
         example: a typical micro-batch, rows first.
-        repeats: measurements per layer, of which the median is taken; at least 1.
+        repeats: least number of measurements per layer, of which the median is taken; at least 1.
+            Layers of microseconds are measured more often.
         warmup: runs before them.
         device: where to measure; the example's device if not given.
         progress: True for a bar on standard error, or a function (see :data:`Progress`).
@@ -227,10 +233,17 @@ def _measure(
 def _run_timed(
     layer: nn.Module, value: torch.Tensor, warmup: int, repeats: int
 ) -> tuple[float, float]:
-    """Median seconds of forward and of backward."""
+    """Median seconds of forward and of backward.
+
+    Quick layers are measured more often than asked: a few runs of microseconds would all fall into
+    one moment in which the system was busy with something else.
+    """
     forward: list[float] = []
     backward: list[float] = []
-    for run in range(warmup + repeats):
+    ends = perf_counter() + _LEAST_SECONDS
+    for run in range(warmup + _MOST_FACTOR * repeats):
+        if len(forward) >= repeats and perf_counter() > ends:
+            break
         given = _input(value)
         _synchronize(value.device)
         began = perf_counter()
