@@ -31,7 +31,8 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks.run
+	mkdir -p bench-results
+	$(BIN)/python -m benchmarks.run --json bench-results/bench.json
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

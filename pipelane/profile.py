@@ -145,7 +145,8 @@ def profile(
     that is measured has to be on ``device``. Afterwards the model is as it was: gradients, buffers
     (running statistics), training mode, device of each layer, and torch's random streams.
 
-    Every floating-point input is taken to need a gradient, also that of the first layer.
+    Every floating-point input is taken to need a gradient, but for the example itself, unless its
+    ``requires_grad`` is set.
 
     Args:
         model: a chain of layers; see :func:`pipelane.layers.layers_of`.
@@ -177,7 +178,9 @@ def profile(
         value = example.detach().clone().to(place)  # a clone is no inference tensor
         for index, (name, layer) in enumerate(layers):
             tell(index, len(layers), name)
-            found, value = _measure(name, layer, value, warmup, repeats)
+            # As in a pipeline: the batch itself needs no gradient unless it says so.
+            needs_gradient = index > 0 or example.requires_grad
+            found, value = _measure(name, layer, value, needs_gradient, warmup, repeats)
             measured.append(found)
     return Profile(tuple(measured), example.nbytes, str(place), len(example), repeats)
 
@@ -198,7 +201,12 @@ def _check_arguments(example: object, repeats: int, warmup: int) -> None:
 
 
 def _measure(
-    name: str, layer: nn.Module, value: torch.Tensor, warmup: int, repeats: int
+    name: str,
+    layer: nn.Module,
+    value: torch.Tensor,
+    needs_gradient: bool,
+    warmup: int,
+    repeats: int,
 ) -> tuple[LayerProfile, torch.Tensor]:
     """The layer's profile, and its output for the next layer."""
     where = f"layer {name!r} ({type(layer).__name__})"
@@ -206,8 +214,8 @@ def _measure(
         raise ProfileError(f"{where} has no sizes yet; call the model once on the example before")
     try:
         with _unchanged(layer, value.device):
-            output, kept = _run_with_memory(layer, value, where)
-            forward, backward = _run_timed(layer, value, warmup, repeats)
+            output, kept = _run_with_memory(layer, value, needs_gradient, where)
+            forward, backward = _run_timed(layer, value, needs_gradient, warmup, repeats)
             parameter_bytes = sum(p.nbytes for p in layer.parameters())
     except ProfileError:
         raise
@@ -231,7 +239,7 @@ def _measure(
 
 
 def _run_timed(
-    layer: nn.Module, value: torch.Tensor, warmup: int, repeats: int
+    layer: nn.Module, value: torch.Tensor, needs_gradient: bool, warmup: int, repeats: int
 ) -> tuple[float, float]:
     """Median seconds of forward and of backward.
 
@@ -244,7 +252,7 @@ def _run_timed(
     for run in range(warmup + _MOST_FACTOR * repeats):
         if len(forward) >= repeats and perf_counter() > ends:
             break
-        given = _input(value)
+        given = _input(value, needs_gradient)
         _synchronize(value.device)
         began = perf_counter()
         output = layer(given)
@@ -266,7 +274,9 @@ def _run_timed(
     return median(forward), median(backward)
 
 
-def _run_with_memory(layer: nn.Module, value: torch.Tensor, where: str) -> tuple[torch.Tensor, int]:
+def _run_with_memory(
+    layer: nn.Module, value: torch.Tensor, needs_gradient: bool, where: str
+) -> tuple[torch.Tensor, int]:
     """The output, and the bytes that autograd saved for the backward.
 
     Each storage counts once: views and in-place results share one with their base. A separate run,
@@ -282,7 +292,7 @@ def _run_with_memory(layer: nn.Module, value: torch.Tensor, where: str) -> tuple
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = layer(_input(value))
+        output = layer(_input(value, needs_gradient))
     if not isinstance(output, torch.Tensor):
         raise ProfileError(
             f"{where} returned {type(output).__name__}; in this version each layer must return "
@@ -300,9 +310,9 @@ def _storage(tensor: torch.Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.nbytes()
 
 
-def _input(value: torch.Tensor) -> torch.Tensor:
-    """A copy of the layer's input that needs a gradient where it can, and may be overwritten."""
-    if value.is_floating_point() or value.is_complex():
+def _input(value: torch.Tensor, needs_gradient: bool) -> torch.Tensor:
+    """A copy of the layer's input that may be overwritten, and needs a gradient where it can."""
+    if needs_gradient and (value.is_floating_point() or value.is_complex()):
         # Autograd lets no layer overwrite a leaf, so it is given a copy of one.
         return value.detach().requires_grad_().clone()
     return value.clone()

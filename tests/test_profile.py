@@ -48,7 +48,9 @@ def model() -> nn.Sequential:
 
 
 def test_seconds_and_bytes() -> None:
-    found = pipelane.profile(nn.Sequential(Slow(), nn.Linear(8, 4)), torch.randn(6, 8), repeats=3)
+    found = pipelane.profile(
+        nn.Sequential(Slow(), nn.Linear(8, 4)), torch.randn(6, 8, requires_grad=True), repeats=3
+    )
     slow, linear = found.layers
     assert 0.004 <= slow.forward_seconds < 0.02
     assert 0.008 <= slow.backward_seconds < 0.03
@@ -66,7 +68,9 @@ def test_activations_are_counted_once_per_storage() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (x * x) * x.view(-1).view_as(x)
 
-    (twice,) = pipelane.profile(nn.Sequential(Twice()), torch.randn(5, 4)).layers
+    (twice,) = pipelane.profile(
+        nn.Sequential(Twice()), torch.randn(5, 4, requires_grad=True)
+    ).layers
     assert twice.activation_bytes == 2 * 5 * 4 * 4  # x once, x * x once
 
 
@@ -160,7 +164,9 @@ def test_medians_of_runs_after_the_warm_up() -> None:
                 time.sleep(0.05)
             return x * 1
 
-    found = pipelane.profile(nn.Sequential(Counting()), torch.randn(2), repeats=3, warmup=2)
+    found = pipelane.profile(
+        nn.Sequential(Counting()), torch.randn(2, requires_grad=True), repeats=3, warmup=2
+    )
     assert Counting.calls == 1 + 2 + 3
     assert found.layers[0].forward_seconds < 0.02
     assert found.layers[0].backward_seconds > 0
@@ -294,3 +300,19 @@ def test_layers_come_back_from_another_device() -> None:
     assert torch.equal(made[2].bias.grad, torch.ones(8))
     for name, value in made.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+def test_the_batch_itself_needs_no_gradient_unless_it_says_so() -> None:
+    """As in a pipeline: the first layer's backward makes no gradient of its input."""
+
+    class Seen(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            needed.append(x.requires_grad)
+            return x * 2
+
+    for wanted in (False, True):
+        needed: list[bool] = []
+        pipelane.profile(
+            nn.Sequential(Seen(), nn.Linear(3, 3)), torch.randn(2, 3, requires_grad=wanted)
+        )
+        assert set(needed) == {wanted}
