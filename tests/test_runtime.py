@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import batch, classifier
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import cross_entropy
 
 import pipelane
@@ -201,6 +202,47 @@ def test_split_backwards_are_refused_before_anything_runs() -> None:
     (message,) = pipelane.launch(split_backward, 1)
     assert "0I0" in message
     assert "can simulate but not run" in message
+
+
+class Watched(nn.Linear):
+    """Counts how many of its outputs have memory, each time it makes one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.alive: list[Any] = []
+        self.most = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.alive = [ref for ref in self.alive if not ref.expired()]
+        self.alive.append(StorageWeakRef(y.untyped_storage()))
+        self.most = max(self.most, len(self.alive))
+        return y
+
+
+def outputs_in_memory() -> int:
+    """The most outputs of stage 0 in memory at once, 1 MiB each, in a step of known shapes."""
+    width = 512
+    model = nn.Sequential(Watched(width), nn.Linear(width, width))
+    pipe = pipelane.Pipeline(
+        model, schedule="gpipe", microbatches=12, loss_fn=torch.nn.functional.mse_loss,
+        partition=[1, 1],
+    )  # fmt: skip
+    x = torch.randn(12 * 512, width)
+    pipe.step(x, x)
+    (stage,) = pipe._stages.values()
+    (layer,) = stage.modules
+    if isinstance(layer, Watched):
+        layer.most = 0
+        pipe.step(x, x)
+        return layer.most
+    pipe.step(x, x)
+    return 0
+
+
+def test_an_output_that_was_sent_keeps_no_memory() -> None:
+    most = pipelane.launch(outputs_in_memory, 2)[0]
+    assert 0 < most <= 4  # two on their way, the one just sent, and the one being made
 
 
 def unknown_key(pipe: pipelane.Pipeline, state: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ known (for the timeline, and for the message when something fails) and costs nex
 from __future__ import annotations
 
 import traceback
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -22,15 +21,12 @@ from pipelane.errors import BoundaryError, LossError, PipelaneError, PipelineFai
 from pipelane.program import Program
 from pipelane.runtime.loss import microbatch_loss
 from pipelane.runtime.stage import StageModule, backward_from
-from pipelane.runtime.transport import Spec, Transport
+from pipelane.runtime.transport import Outbox, Spec, Transport
 
 __all__ = ["Engine", "KnownSpecs", "StepInput"]
 
 Op = Callable[[], None]
 Slot = tuple[int, int]
-
-#: Gradient sends in flight before the oldest is waited for.
-_SENDS_IN_FLIGHT = 4
 
 
 class _Label(NamedTuple):
@@ -129,10 +125,10 @@ class Engine:
         self._dy: dict[int, list[Any]] = {s: [None] * m for s in stages}
         self._dx: dict[int, list[Any]] = {s: [None] * m for s in stages}
         self._out_spec: dict[int, list[Spec | None]] = {s: [None] * m for s in stages}
-        self._sent: dict[Slot, tuple[dist.Work, torch.Tensor]] = {}
-        self._gradient_sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._outboxes: dict[tuple[int, bool], Outbox] = {}
         self._spec_sends: list[dist.Work] = []
         self._cold: list[bool] = [True] * m
+        self._any_cold = True
         self._losses: list[torch.Tensor] = []
         self._inboxes = transport.inboxes(program, self._spec_of, self._learn)
         self._ops: list[Op] = []
@@ -310,14 +306,10 @@ class Engine:
 
     def _backward(self, s: int, i: int) -> Op:
         edges, xs, dys, first = self._edge[s], self._x[s], self._dy[s], s == 0
-        give, sent, slot = self._giver(s, i), self._sent, (s, i)
+        give = self._giver(s, i)
 
         def backward() -> None:
             dy, dys[i] = dys[i], None
-            # The gradient has come back, so the output has arrived: its send is over.
-            done = sent.pop(slot, None)
-            if done is not None:
-                done[0].wait()
             edge, edges[i] = edges[i], None
             if edge is not None and dy is not None:
                 backward_from(edge, dy)
@@ -344,7 +336,8 @@ class Engine:
     def _send_forward(self, s: int, i: int, peer: int) -> Op:
         send = self._transport.sender(Kind.SEND_F, s, i, peer)
         tell = self._transport.spec_sender(s, i, peer)
-        ys, out_spec, sent = self._y[s], self._out_spec[s], self._sent
+        ys, out_spec = self._y[s], self._out_spec[s]
+        outbox = self._outboxes.setdefault((peer, True), Outbox())
 
         def op() -> None:
             y, ys[i] = ys[i], None
@@ -352,21 +345,21 @@ class Engine:
                 spec = out_spec[i]
                 assert spec is not None
                 self._spec_sends.append(tell(spec))
-            sent[s, i] = (send(y), y)
+            # While specs are new, receives are posted late: then waiting could deadlock.
+            outbox.keep(send(y), y, may_wait=not self._any_cold)
 
         return op
 
     def _send_backward(self, s: int, i: int, peer: int) -> Op:
         send = self._transport.sender(Kind.SEND_B, s, i, peer)
-        dxs, pending = self._dx[s], self._gradient_sends
+        dxs = self._dx[s]
+        outbox = self._outboxes.setdefault((peer, False), Outbox())
 
         def op() -> None:
             dx, dxs[i] = dxs[i], None
             if dx is None:  # an integer tensor crossed this boundary: it has no gradient
                 return
-            if len(pending) >= _SENDS_IN_FLIGHT:
-                pending.popleft()[0].wait()
-            pending.append((send(dx), dx))
+            outbox.keep(send(dx), dx, may_wait=not self._any_cold)
 
         return op
 
@@ -417,17 +410,16 @@ class Engine:
         for inbox in self._inboxes.values():
             inbox.restart()
         self._cold = [self._specs.is_new(key) for key in step.keys]
+        self._any_cold = any(self._cold)
         for row in self._out_spec.values():
             row[:] = [None] * len(row)
 
     def _finish_sends(self) -> None:
         for work in self._spec_sends:
             work.wait()
-        for work, _ in (*self._sent.values(), *self._gradient_sends):
-            work.wait()
         self._spec_sends.clear()
-        self._sent.clear()
-        self._gradient_sends.clear()
+        for outbox in self._outboxes.values():
+            outbox.finish()
 
     def _explain(self, error: BaseException, index: int) -> BaseException:
         """Tell the other ranks, and make the exception that this rank raises."""

@@ -8,6 +8,7 @@ within a channel, receives are posted in the order of the sends (see ``pipelane.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -18,14 +19,16 @@ from pipelane.actions import Kind
 from pipelane.program import Program
 from pipelane.runtime.group import Ranks
 
-__all__ = ["DTYPES", "Inbox", "Spec", "Transport", "decode_spec", "encode_spec"]
+__all__ = ["DTYPES", "Inbox", "Outbox", "Spec", "Transport", "decode_spec", "encode_spec"]
 
 #: Receives kept posted on a channel beyond the one that is needed next ...
 LOOKAHEAD = 2
 #: ... and more than that while what is posted stays within so many bytes. Small messages are thus
 #: posted in one burst at the start of a step: a receive wakes the peer's network thread, and on
 #: tiny layers those wake-ups, spread over the step, cost more than the layers.
-LOOKAHEAD_BYTES = 1 << 20
+AHEAD_BYTES = 1 << 20
+#: Sends under way on a channel before the oldest is waited for; more while they are small.
+SENDS_AHEAD = 2
 #: Most dimensions of a tensor that crosses a stage boundary.
 MAX_DIMS = 10
 
@@ -98,7 +101,7 @@ class Inbox:
         """Post the receives up to this slot and the look-ahead, as far as specs are known."""
         last = self._index[slot] + LOOKAHEAD
         while self._posted < len(self._slots) and (
-            self._posted <= last or self._bytes <= LOOKAHEAD_BYTES
+            self._posted <= last or self._bytes <= AHEAD_BYTES
         ):
             following = self._slots[self._posted]
             spec = self._spec_of(following)
@@ -131,6 +134,35 @@ class Inbox:
     def restart(self) -> None:
         """Before each step."""
         self._posted = 0
+
+
+class Outbox:
+    """The sending end of one channel: keeps tensors until they have been sent.
+
+    Sends are not waited for while what is under way is small. Beyond that the oldest is waited for,
+    so that outputs do not pile up in front of a slow stage. That cannot deadlock: the lowering's
+    certificate holds even if every send is waited for at its own place.
+    """
+
+    def __init__(self) -> None:
+        self._pending: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._bytes = 0
+
+    def keep(self, work: dist.Work, tensor: torch.Tensor, *, may_wait: bool) -> None:
+        self._pending.append((work, tensor))
+        self._bytes += tensor.nbytes
+        while may_wait and len(self._pending) > SENDS_AHEAD and self._bytes > AHEAD_BYTES:
+            self._finish_oldest()
+
+    def finish(self) -> None:
+        """Wait for all, at the end of a step."""
+        while self._pending:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        work, tensor = self._pending.popleft()
+        self._bytes -= tensor.nbytes
+        work.wait()
 
 
 class Transport:
