@@ -109,6 +109,7 @@ class Pipeline:
         self._ranks = Ranks(mesh.get_group() if mesh is not None else group, timeout)
         self.rank, self.ranks = self._ranks.rank, self._ranks.size
         self._broken: str | None = None
+        self.device = _with_index(torch.device(device)) if device else default_device()
 
         def arguments() -> tuple[list[tuple[str, nn.Module]], Schedule, dict[str, str]]:
             _check_choices(recompute, loss_reduction, loss_fn, loss_weight)
@@ -125,11 +126,11 @@ class Pipeline:
             elif partition is not None:
                 validate_sizes(partition, len(layers), found.shape.stages)
             facts = _facts(layers, found, partition, loss_reduction, seed)
+            facts["device type"] = self.device.type
             facts["loss_fn"] = "missing" if loss_fn is None else "given"
             return layers, found, facts
 
         layers, self.schedule, _ = self._together(arguments, lambda value: value[2])
-        self.device = torch.device(device) if device is not None else default_device()
 
         def decision() -> tuple[Partition, Plan | None, int] | None:
             if self.rank != 0:
@@ -284,11 +285,12 @@ class Pipeline:
             raise ConfigError("forward is for evaluation: call eval() first, or step() to train")
         batch = self._begin(x, False, 1)
         m = min(self.schedule.shape.microbatches, batch.shape[0])
-        sizes = split_sizes(batch.shape[0], m)
-        step = StepInput(self._steps, _keys(batch, sizes))
-        if self.rank == self._first_rank:
-            assert x is not None
-            step.inputs = torch.split(x.to(self.device), sizes)
+        with self._guard():
+            sizes = split_sizes(batch.shape[0], m)
+            step = StepInput(self._steps, _keys(batch, sizes))
+            if self.rank == self._first_rank:
+                assert x is not None
+                step.inputs = torch.split(x.to(self.device), sizes)
         engine = self._forward_engine(m)
         self._latest = engine
         outputs = self._run(engine, step)
@@ -352,7 +354,7 @@ class Pipeline:
     def _guard(self) -> _Guard:
         return _Guard(self)
 
-    def _fail(self, error: PipelaneError) -> NoReturn:
+    def _fail(self, error: Exception) -> NoReturn:
         """An error that only this rank sees: tell the others, then raise it."""
         message = f"rank {self.rank} failed in step {self._steps}: {type(error).__name__}: {error}"
         self._ranks.announce({"message": message, "rank": self.rank, "instruction": "step"})
@@ -474,7 +476,7 @@ class Pipeline:
 
 
 class _Guard:
-    """Errors inside reach the other ranks."""
+    """Errors of one rank's own preparation reach the other ranks, which wait for it."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
@@ -483,8 +485,15 @@ class _Guard:
         return
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, PipelaneError):
+        if isinstance(error, Exception):
             self._pipeline._fail(error)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """ "cuda" as the device that it means now, as tensors on it say."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _check_choices(

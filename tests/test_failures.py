@@ -21,7 +21,7 @@ def caught(work: Any) -> tuple[str, str]:
     """Class name and message of the pipelane error that the work raises."""
     try:
         work()
-    except errors.PipelaneError as error:
+    except (errors.PipelaneError, ZeroDivisionError) as error:
         return type(error).__name__, str(error)
     return "nothing", ""
 
@@ -192,6 +192,10 @@ def kill_me(output: torch.Tensor, target: torch.Tensor) -> Any:
     os.kill(os.getpid(), 9)
 
 
+def bad_weight(target: torch.Tensor) -> float:
+    raise ZeroDivisionError("no weight")
+
+
 def failing_step(case: str, ranks: int) -> tuple[str, str, float, str]:
     """One failing step in a pipeline of ``ranks``: class, message, seconds, and what comes next."""
     x, y = batch(8)
@@ -209,6 +213,8 @@ def failing_step(case: str, ranks: int) -> tuple[str, str, float, str]:
         options["loss_fn"] = detached_loss
     elif case == "fickle":
         layers[3] = Fickle()
+    elif case == "weight raises":
+        options["loss_weight"] = bad_weight
     elif case == "silent":
         options["timeout"] = 2.0
     pipe = make(nn.Sequential(*layers), **options)
@@ -241,6 +247,7 @@ FAILING = {
     "vector loss": (2, "LossError", ["[2]", "micro-batch 0", "loss_reduction"]),
     "number loss": (2, "LossError", ["float", "micro-batch 0"]),
     "detached loss": (2, "LossError", ["detached"]),
+    "weight raises": (2, "ZeroDivisionError", ["no weight"]),
     "fickle": (1, "BoundaryError", ["stage 1", "float32[2, 4]", "float32[2, 8]"]),
     "target rows": (2, "InputError", ["[5]", "8 rows"]),
     "other batch": (1, "InputError", ["float32[4, 8]", "float32[8, 8]"]),

@@ -76,6 +76,32 @@ def test_equals_one_process_bit_for_bit(ranks: int) -> None:
         assert wrong == []
 
 
+def two_pipelines() -> list[str]:
+    """Ranks 0, 1 and ranks 2, 3 each have a pipeline; the second pair builds one more."""
+    rank = torch.distributed.get_rank()
+    groups = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
+    mine = groups[rank // 2]
+    model = classifier()
+    x, y = batch(6, seed=rank // 2)
+    wrong = []
+    for _ in range(1 + rank // 2):
+        pipe = pipelane.Pipeline(
+            copy.deepcopy(model), microbatches=2, loss_fn=cross_entropy, partition=[3, 3],
+            group=mine, timeout=20,
+        )  # fmt: skip
+        if (pipe.rank, pipe.ranks) != (rank % 2, 2):
+            wrong.append(f"rank {pipe.rank} of {pipe.ranks}")
+        wrong += compare(pipe, model, x, y)
+        if len(pipe.gather(rank)) != 2:
+            wrong.append("gather")
+    return wrong
+
+
+def test_pipelines_on_a_part_of_the_processes() -> None:
+    for wrong in pipelane.launch(two_pipelines, 4):
+        assert wrong == []
+
+
 def masked(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return cross_entropy(output, target, ignore_index=-1)
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import socket
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,7 +19,8 @@ from pipelane.errors import ConfigError, PipelineFailure
 __all__ = ["Ranks"]
 
 _POISON_TAG = 1 << 30
-_counter = 0
+#: How many pipelines these ranks have built so far; all of them build in the same order.
+_built: Counter[tuple[int, ...]] = Counter()
 
 
 class Ranks:
@@ -37,7 +38,6 @@ class Ranks:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
-        global _counter
         if not dist.is_available() or not dist.is_initialized():
             raise ConfigError(
                 "no process group: start the script with pipelane.launch(main, ranks=N), "
@@ -56,9 +56,9 @@ class Ranks:
         self.control = self._new_group(self.world, "gloo")
         self._data: list[dist.ProcessGroup] = []
         self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
-        # All members build their pipelines in the same order, so the number names this one.
-        _counter += 1
-        prefix = f"pipelane/{'-'.join(map(str, self.world))}/{_counter}"
+        members = tuple(self.world)
+        _built[members] += 1
+        prefix = f"pipelane/{'-'.join(map(str, members))}/{_built[members]}"
         store = dist.distributed_c10d._get_default_store()
         self._store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
 
