@@ -5,7 +5,7 @@ No shape changes, no timeline, no failure handling, no loss on the other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,3 @@ class HandWritten1F1B:
             backward(i)
         for work, _ in sends:
             work.wait()
-
-
-LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -68,4 +68,14 @@ class PipelineFailure(PipelaneError, RuntimeError):
 
 
 class LaunchError(PipelaneError, RuntimeError):
-    """A process started by the local launcher failed."""
+    """A process started by the local launcher failed.
+
+    Attributes:
+        rank: the rank that failed first.
+        failures: rank -> traceback or how the process ended, for all that failed.
+    """
+
+    def __init__(self, message: str, rank: int, failures: dict[int, str]) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.failures = failures

@@ -55,7 +55,7 @@ def launch(
     Raises:
         ConfigError: bad arguments; nothing was started.
         LaunchError: a rank failed. The message has the traceback of the rank that failed first;
-            ``rank``, ``exit_code`` and ``failures`` (rank -> traceback) hold the details.
+            ``rank`` and ``failures`` (rank -> traceback) hold the details.
     """
     if under_launcher():
         from pipelane.runtime.rendezvous import joined
@@ -310,7 +310,4 @@ def _failure(
     rank = own[0] if own else failed[0]
     others = ", ".join(str(r) for r in failed if r != rank)
     also = f"\n(ranks that stopped because of it: {others})" if others else ""
-    error = LaunchError(f"rank {rank} failed:\n{texts[rank].rstrip()}{also}")
-    error.rank = rank  # type: ignore[attr-defined]
-    error.failures = texts  # type: ignore[attr-defined]
-    return error
+    return LaunchError(f"rank {rank} failed:\n{texts[rank].rstrip()}{also}", rank, texts)

@@ -247,10 +247,7 @@ class Pipeline:
         self._loss_message.expect()
         with self._guard():
             sizes = split_sizes(batch.shape[0], m)
-            step = StepInput(self._steps, _keys(batch, sizes))
-            if self.rank == self._first_rank:
-                assert x is not None
-                step.inputs = torch.split(x.to(self.device), sizes)
+            step = self._input(x, batch, sizes)
             if self.rank == self._last_rank:
                 _check_target(target, batch.shape[0])
                 step.targets = torch.split(target.to(self.device), sizes)
@@ -286,11 +283,7 @@ class Pipeline:
         batch = self._begin(x, False, 1)
         m = min(self.schedule.shape.microbatches, batch.shape[0])
         with self._guard():
-            sizes = split_sizes(batch.shape[0], m)
-            step = StepInput(self._steps, _keys(batch, sizes))
-            if self.rank == self._first_rank:
-                assert x is not None
-                step.inputs = torch.split(x.to(self.device), sizes)
+            step = self._input(x, batch, split_sizes(batch.shape[0], m))
         engine = self._forward_engine(m)
         self._latest = engine
         outputs = self._run(engine, step)
@@ -325,6 +318,13 @@ class Pipeline:
                 )
             )
         return header.batch
+
+    def _input(self, x: torch.Tensor | None, batch: Spec, sizes: list[int]) -> StepInput:
+        step = StepInput(self._steps, _keys(batch, sizes))
+        if self.rank == self._first_rank:
+            assert x is not None  # the header would have said so
+            step.inputs = torch.split(x.to(self.device), sizes)
+        return step
 
     def _run(self, engine: Engine, step: StepInput) -> list[torch.Tensor]:
         try:

@@ -224,23 +224,31 @@ class Engine:
     def _learn(self, slot: Slot, spec: Spec) -> None:
         self._specs.put(self._step.keys[slot[1]], slot[0], spec)
 
-    def _forward(self, s: int, i: int) -> Op:
-        stage, xs, ys, edges = self._stages[s], self._x[s], self._y[s], self._edge[s]
-        out_spec, training = self._out_spec[s], self._training
-        own_next = self._x.get(s + 1) if self.program.placement[s + 1] == self._ranks.rank else None
-        first = s == 0
-        edge_of = torch.autograd.graph.get_gradient_edge
+    def _runner(self, s: int, i: int) -> Callable[[], torch.Tensor]:
+        """Run a stage on its input, a slice of the batch or what was received."""
+        stage, xs, first, training = self._stages[s], self._x[s], s == 0, self._training
 
-        def forward() -> None:
+        def run() -> torch.Tensor:
             step = self._step
             if first:
                 xs[i] = step.inputs[i]
             x = xs[i]
             if training and not first and (x.is_floating_point() or x.is_complex()):
                 x.requires_grad_()
-            y = stage(x, step.number, i)
+            return stage(x, step.number, i)
+
+        return run
+
+    def _forward(self, s: int, i: int) -> Op:
+        stage, xs, ys, edges = self._stages[s], self._x[s], self._y[s], self._edge[s]
+        run, out_spec, training = self._runner(s, i), self._out_spec[s], self._training
+        own_next = self._x.get(s + 1) if self.program.placement[s + 1] == self._ranks.rank else None
+        edge_of = torch.autograd.graph.get_gradient_edge
+
+        def forward() -> None:
+            y = run()
             spec = stage.spec_of(y)
-            key = step.keys[i]
+            key = self._step.keys[i]
             if self._cold[i]:
                 self._specs.put(key, s + 1, spec)
             elif spec != self._specs.get(key, s + 1):
@@ -265,16 +273,10 @@ class Engine:
 
     def _last_forward(self, s: int, i: int) -> Op:
         stage, xs, ys, edges = self._stages[s], self._x[s], self._y[s], self._edge[s]
-        training, first, loss_fn = self._training, s == 0, self._loss_fn
+        run, training, loss_fn = self._runner(s, i), self._training, self._loss_fn
 
         def forward() -> None:
-            step = self._step
-            if first:
-                xs[i] = step.inputs[i]
-            x = xs[i]
-            if training and not first and (x.is_floating_point() or x.is_complex()):
-                x.requires_grad_()
-            y = stage(x, step.number, i)
+            y, step = run(), self._step
             if not training:
                 stage.spec_of(y)
                 xs[i] = None

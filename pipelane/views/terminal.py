@@ -49,24 +49,21 @@ _BOLD = Style(bold=True)
 
 @dataclass(frozen=True)
 class _Glyphs:
-    """Characters of a picture: fills of cells, bubble, bar, tick, axis."""
+    """Characters of a picture: fills of cells, bubble, and the axis."""
 
     fill: dict[Kind, str]
     bubble: str
-    bar_full: str
-    bar_empty: str
     tick: str
     line: str
-    dash: str
 
 
 _UNICODE = _Glyphs(
     {Kind.F: "─", Kind.B: "═", Kind.I: "╌", Kind.W: "┄", Kind.OVERLAP: "≡"},
-    "·", "█", "░", "┬", "─", "–",
+    "·", "┬", "─",
 )  # fmt: skip
 _ASCII = _Glyphs(
     {Kind.F: "-", Kind.B: "=", Kind.I: "~", Kind.W: "+", Kind.OVERLAP: "%"},
-    ".", "#", ".", "+", "-", "-",
+    ".", "+", "-",
 )  # fmt: skip
 
 Line = list[Segment]
