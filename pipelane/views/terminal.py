@@ -29,7 +29,7 @@ MIN_WIDTH = 40
 # Blue, orange, teal and violet keep apart for colour-blind eyes; white or black text on them is
 # readable on light and dark backgrounds alike.
 _STYLES = {
-    Kind.F: Style(color="white", bgcolor="blue"),
+    Kind.F: Style(color="white", bgcolor="dodger_blue3"),
     Kind.B: Style(color="black", bgcolor="dark_orange"),
     Kind.I: Style(color="black", bgcolor="dark_cyan"),
     Kind.W: Style(color="white", bgcolor="medium_purple4"),
@@ -278,7 +278,8 @@ def _shares(row: Sequence[Span], columns: int, per_second: float, glyphs: _Glyph
     """Each column shows what filled most of its time.
 
     What rounding keeps from one column is carried on to the next, so that over any stretch the
-    columns of each kind, and of bubble, are in proportion to their time.
+    columns of each kind, and of bubble, are in proportion to their time. A column only shows what
+    is in it.
     """
     starts = [span.start for span in row]
     owed: dict[Kind | None, float] = {}
@@ -287,15 +288,19 @@ def _shares(row: Sequence[Span], columns: int, per_second: float, glyphs: _Glyph
         begin, end = column / per_second, (column + 1) / per_second
         index = max(0, bisect_left(starts, begin) - 1)
         idle = end - begin
+        present: set[Kind | None] = set()
         while index < len(row) and row[index].start < end:
             inside = min(row[index].end, end) - max(row[index].start, begin)
             if inside > 0:
                 kind = row[index].action.kind
                 owed[kind] = owed.get(kind, 0.0) + inside * per_second
+                present.add(kind)
                 idle -= inside
             index += 1
-        owed[None] = owed.get(None, 0.0) + idle * per_second
-        shown = max(owed, key=lambda kind: owed[kind])
+        if idle * per_second > 1e-6 or not present:
+            owed[None] = owed.get(None, 0.0) + idle * per_second
+            present.add(None)
+        shown = max(sorted(present, key=str), key=lambda kind: owed[kind])
         owed[shown] -= 1.0
         if shown is None:
             line.append(Segment(glyphs.bubble, _BUBBLE_STYLE))
