@@ -82,7 +82,8 @@ class Action(NamedTuple):
 
 
 _SINGLE = re.compile(
-    r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|UNSHARD|RESHARD|F|B|I|W)(\d*)", re.ASCII
+    r"(\d{1,9})(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|UNSHARD|RESHARD|F|B|I|W)(\d{0,9})",
+    re.ASCII,
 )
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _HINT = "expected STAGE KIND MICROBATCH such as 2F3, 0B1 or 1SEND_F0"

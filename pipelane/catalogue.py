@@ -6,12 +6,12 @@ pipelane's own schedules are found in the same way as those of any other distrib
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
-from pipelane.errors import ScheduleError
+from pipelane.errors import PipelaneError, ScheduleError
 from pipelane.schedule import Schedule, Shape
 
 if TYPE_CHECKING:
@@ -70,16 +70,23 @@ def build_schedule(
         memory: bytes per rank that activations may take, for schedules that depend on it.
 
     Raises:
-        ScheduleError: unknown name, impossible sizes, or the function returned something else.
+        ScheduleError: unknown name, impossible sizes, or the function failed or returned
+            something else.
     """
     shape = Shape(ranks, microbatches, 1 if chunks is None else chunks)
     generator = load_generator(name) if isinstance(name, str) else name
     label = name if isinstance(name, str) else getattr(name, "__name__", repr(name))
-    parameters = inspect.signature(generator).parameters
-    any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if not callable(generator):
+        raise ScheduleError(f"a schedule is a name or a function of a Shape, got {label}")
     optional = {"costs": costs, "memory": memory}
-    extra = {key: value for key, value in optional.items() if any_keyword or key in parameters}
-    schedule = generator(shape, **extra)
+    try:
+        schedule = generator(shape, **{key: optional[key] for key in _wanted(generator, optional)})
+    except PipelaneError:
+        raise
+    except Exception as error:
+        raise ScheduleError(
+            f"schedule {label!r} failed for {shape}: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(schedule, Schedule):
         raise ScheduleError(
             f"schedule {label!r} returned {type(schedule).__name__}, expected pipelane.Schedule"
@@ -87,3 +94,13 @@ def build_schedule(
     if schedule.shape != shape:
         raise ScheduleError(f"schedule {label!r} was asked for {shape} and made {schedule.shape}")
     return schedule
+
+
+def _wanted(generator: Callable[..., Schedule], optional: Iterable[str]) -> list[str]:
+    """Those of the optional arguments that the function takes."""
+    try:
+        parameters = inspect.signature(generator).parameters
+    except ValueError:  # a callable written in C may not tell
+        return []
+    any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return [name for name in optional if any_keyword or name in parameters]

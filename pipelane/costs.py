@@ -105,12 +105,16 @@ class Costs:
         return self.input_grad[stage] + self.weight_grad[stage]
 
     def seconds(self, kind: Kind, stage: int) -> float:
-        """Seconds of a single compute action."""
+        """Seconds of a single compute action: F, B, I or W."""
         if kind is Kind.F:
             return self.forward[stage]
         if kind is Kind.B:
             return self.backward(stage)
-        return self.input_grad[stage] if kind is Kind.I else self.weight_grad[stage]
+        if kind is Kind.I:
+            return self.input_grad[stage]
+        if kind is Kind.W:
+            return self.weight_grad[stage]
+        raise ConfigError(f"costs know F, B, I and W, not {kind}")
 
     def link_between(self, sender: int, receiver: int) -> Link:
         return self.links.get((sender, receiver), self.link)

@@ -51,6 +51,8 @@ def looped_placement(shape: Shape) -> tuple[int, ...]:
 class Schedule:
     """Per rank, the order of its compute actions.
 
+    Lists are taken as well as tuples. Nothing is checked here, see :func:`pipelane.check.check`.
+
     Attributes:
         name: what it is called in tables and messages.
         shape: ranks, micro-batches and chunks per rank.
@@ -62,6 +64,11 @@ class Schedule:
     shape: Shape
     placement: tuple[int, ...]
     orders: tuple[tuple[Action, ...], ...]
+
+    def __post_init__(self) -> None:
+        # Equality and hashing need tuples; a function that makes a schedule may well use lists.
+        object.__setattr__(self, "placement", tuple(self.placement))
+        object.__setattr__(self, "orders", tuple(tuple(order) for order in self.orders))
 
     @classmethod
     def looped(cls, name: str, shape: Shape, orders: Iterable[Iterable[Action]]) -> Schedule:
@@ -80,15 +87,25 @@ class Schedule:
     def forward_only(self, microbatches: int | None = None) -> Schedule:
         """The same placement without any backward, for evaluation.
 
-        Each rank runs its stages' forwards micro-batch by micro-batch, so that no more than one
-        is alive at a time. ``microbatches`` may be another number than this schedule's.
+        Micro-batches go in groups of ``ranks``; each rank runs a whole group through one of its
+        stages before the next stage, so that no rank waits for a micro-batch to come round.
+        ``microbatches`` may be another number than this schedule's.
         """
-        m = self.shape.microbatches if microbatches is None else microbatches
+        p, m = self.shape.ranks, self.shape.microbatches
+        shape = Shape(p, m if microbatches is None else microbatches, self.shape.chunks)
+        m = shape.microbatches
+        own: list[list[int]] = [[] for _ in range(p)]
+        for stage, rank in enumerate(self.placement):
+            own[rank].append(stage)
         orders = tuple(
-            tuple(Action(Kind.F, stage, i) for i in range(m) for stage in self.stages_of(rank))
-            for rank in range(self.shape.ranks)
+            tuple(
+                Action(Kind.F, stage, i)
+                for first in range(0, m, p)
+                for stage in stages
+                for i in range(first, min(first + p, m))
+            )
+            for stages in own
         )
-        shape = Shape(self.shape.ranks, m, self.shape.chunks)
         return Schedule(f"{self.name} (forward only)", shape, self.placement, orders)
 
     def to_csv(self) -> str:
@@ -121,7 +138,8 @@ def schedule_from_csv(source: str | Path, *, name: str | None = None) -> Schedul
 
     Accepts torch.distributed.pipelining's files in both of its forms: compute actions only, with
     empty cells where a rank idles, or with communication actions, which are dropped here because
-    pipelane derives its own. Sizes and placement follow from the actions.
+    pipelane derives its own. Sizes and placement follow from the actions. Empty lines at the end
+    do not count.
 
     Raises:
         ScheduleError: the file cannot be read, or a cell is not an action, or a stage is on two
@@ -129,12 +147,13 @@ def schedule_from_csv(source: str | Path, *, name: str | None = None) -> Schedul
     """
     path = Path(source)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets write a BOM
+            rows = list(csv.reader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ScheduleError(f"cannot read the schedule {path}: {error}") from error
-    return schedule_from_rows(
-        list(csv.reader(io.StringIO(text))), name=name or path.stem, where=str(path)
-    )
+    while rows and not rows[-1]:
+        rows.pop()
+    return schedule_from_rows(rows, name=name or path.stem, where=str(path))
 
 
 def schedule_from_rows(
@@ -169,9 +188,9 @@ def schedule_from_rows(
     if not owner:
         raise ScheduleError(f"{where}: no compute action found; expected one row per rank")
     ranks, stages = len(orders), max(owner) + 1
-    missing = sorted(set(range(stages)) - set(owner))
-    if missing:
-        raise ScheduleError(f"{where}: stage {missing[0]} appears on no rank")
+    if len(owner) < stages:
+        missing = next(stage for stage in range(stages) if stage not in owner)
+        raise ScheduleError(f"{where}: stage {missing} appears on no rank")
     if stages % ranks:
         raise ScheduleError(
             f"{where}: {stages} stages on {ranks} ranks; every rank must hold the same number"
@@ -190,6 +209,9 @@ def schedule_from_json(text: str) -> Schedule:
         data = json.loads(text)
         shape = Shape(data["ranks"], data["microbatches"], data["chunks"])
         orders = tuple(tuple(parse_action(cell) for cell in row) for row in data["orders"])
-        return Schedule(str(data["name"]), shape, tuple(map(int, data["placement"])), orders)
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        placement = tuple(data["placement"])
+        if not all(type(rank) is int for rank in placement):
+            raise ScheduleError(f"not a schedule in JSON: placement {placement} is not all ranks")
+        return Schedule(str(data["name"]), shape, placement, orders)
+    except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as error:
         raise ScheduleError(f"not a schedule in JSON: {error!r}") from error

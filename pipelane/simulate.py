@@ -45,7 +45,7 @@ def simulate(
     backward_at: list[float | None] = [None] * (program.stages * m)
     forward_at[:m] = [0.0] * m
     ended: dict[tuple[bool, int], float] = {}  # (is forward, slot) -> end of the producer
-    waiting: dict[tuple[bool, int], int] = {}
+    waiting: dict[tuple[bool, int], int] = {}  # the input -> the rank that waits for it
     link_free: dict[tuple[int, int], float] = {}
     clock = [0.0] * len(program.streams)
     position = [0] * len(program.streams)
@@ -96,7 +96,13 @@ def simulate(
                 size = 0.0
                 if costs.boundary_bytes:
                     size = costs.boundary_bytes[stage if is_forward else stage - 1]
-                leaves = max(ended[is_forward, slot], link_free.get((rank, peer), 0.0))
+                made = ended.get((is_forward, slot))
+                if made is None:
+                    raise CheckError(
+                        f"program {program.name!r}, rank {rank}: {instruction} sends what was not "
+                        "computed before it"
+                    )
+                leaves = max(made, link_free.get((rank, peer), 0.0))
                 free = leaves + size / link.bandwidth
                 link_free[rank, peer] = free
                 arrives = free + link.latency

@@ -165,9 +165,9 @@ class Timeline:
                 measured=data["measured"],
                 unit=data["unit"],
             )
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, ConfigError):
-                raise
+        except ConfigError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ConfigError(f"not a timeline in JSON: {error!r}") from error
 
     def __rich__(self) -> RenderableType:
