@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pipelane.errors import ScheduleError
 
-__all__ = ["Action", "Kind", "parse_action"]
+__all__ = ["COMMUNICATION", "COMPUTE", "Action", "Kind", "parse_action"]
 
 
 class Kind(str, Enum):
@@ -41,7 +41,7 @@ class Kind(str, Enum):
 
     @property
     def is_compute(self) -> bool:
-        return self in _COMPUTE
+        return self in COMPUTE
 
     @property
     def is_send(self) -> bool:
@@ -52,7 +52,9 @@ class Kind(str, Enum):
         return self is Kind.RECV_F or self is Kind.RECV_B
 
 
-_COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP})
+# For loops over whole programs, where a property is too slow.
+COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP})
+COMMUNICATION = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
 _PER_STAGE = frozenset({Kind.REDUCE_GRAD, Kind.UNSHARD, Kind.RESHARD})
 
 

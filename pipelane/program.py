@@ -9,15 +9,34 @@ come in the order of the sends, so transports without tags work as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from operator import itemgetter
+from typing import NamedTuple, TypeAlias
 
 from pipelane.actions import Action, Kind
 from pipelane.errors import CheckError
 from pipelane.schedule import Schedule
 
-__all__ = ["Instruction", "Program", "dependencies", "lower", "message_of", "result_of"]
+__all__ = [
+    "Instruction",
+    "Program",
+    "Result",
+    "dependencies",
+    "lower",
+    "message_of",
+    "misplaced",
+    "result_of",
+    "wait_chain",
+]
+
+Result: TypeAlias = tuple[Kind, int, int]
+"""What an action makes and later ones wait for: (F, I or W, stage, micro-batch).
+
+A backward is named ``I``, whether it is a whole ``B`` or an ``I``.
+"""
+
+_SHOWN = 12
 
 # Relative durations used only to pick, among all valid total orders, one close to how the ranks
 # really proceed, so that a receive stands near the time at which its message can arrive.
@@ -65,25 +84,25 @@ class Program:
     forward_only: bool = False
 
 
-def dependencies(action: Action, stages: int, forward_only: bool = False) -> list[Action]:
-    """The actions whose results a compute action (not an overlapped pair) needs.
+def result_of(part: Action | Instruction) -> Result:
+    """What a compute action makes; not for an overlapped pair, which makes two things."""
+    return (Kind.I if part.kind is Kind.B else part.kind, part.stage, part.microbatch)
 
-    A backward of the next stage is named by ``I`` there, whether it is a ``B`` or an ``I``;
-    see :func:`message_of`, which names results in the same way.
-    """
-    kind, stage, number = action.kind, action.stage, action.microbatch
+
+def dependencies(part: Action | Instruction, stages: int) -> tuple[Result, ...]:
+    """The results that a compute action (not an overlapped pair) needs."""
+    kind, stage, number = part.kind, part.stage, part.microbatch
     if kind is Kind.F:
-        return [Action(Kind.F, stage - 1, number)] if stage else []
+        return ((Kind.F, stage - 1, number),) if stage else ()
     if kind is Kind.W:
-        return [Action(Kind.I, stage, number)]
-    needs = [Action(Kind.F, stage, number)]
+        return ((Kind.I, stage, number),)
     if stage + 1 < stages:
-        needs.append(Action(Kind.I, stage + 1, number))
-    return needs
+        return ((Kind.F, stage, number), (Kind.I, stage + 1, number))
+    return ((Kind.F, stage, number),)
 
 
-def message_of(instruction: Instruction) -> tuple[Kind, int, int]:
-    """The result that a send or receive carries, as (F or I, producing stage, micro-batch)."""
+def message_of(instruction: Instruction) -> Result:
+    """The result that a send or receive carries."""
     kind, stage, number = instruction.kind, instruction.stage, instruction.microbatch
     if kind is Kind.SEND_F:
         return (Kind.F, stage, number)
@@ -94,6 +113,48 @@ def message_of(instruction: Instruction) -> tuple[Kind, int, int]:
     return (Kind.I, stage + 1, number)
 
 
+def misplaced(
+    part: Action | Instruction, rank: int, placement: tuple[int, ...], microbatches: int
+) -> str | None:
+    """Why an action cannot be on a rank at all, or None if it can."""
+    stage, number = part.stage, part.microbatch
+    if not (0 <= stage < len(placement) and 0 <= number < microbatches):
+        return (
+            f"rank {rank}: {part} is out of range; stages are 0 to {len(placement) - 1}, "
+            f"micro-batches 0 to {microbatches - 1}"
+        )
+    if placement[stage] != rank:
+        return f"rank {rank}: {part} belongs to rank {placement[stage]}, which has stage {stage}"
+    return None
+
+
+def wait_chain(rank: int, wait_of: Callable[[int], tuple[str, int] | None]) -> str:
+    """Who waits for whom, one line a rank: the cycle, or the way to a rank that has ended.
+
+    Args:
+        rank: a stuck rank to start from.
+        wait_of: rank -> (what it waits in, the rank it waits for), or None if it has ended.
+    """
+    place: dict[int, int] = {}
+    lines: list[str] = []
+    while rank not in place:
+        wait = wait_of(rank)
+        if wait is None:
+            lines.append(f"  rank {rank} has nothing left to do")
+            break
+        place[rank] = len(lines)
+        text, peer = wait
+        lines.append(f"  rank {rank}{text}")
+        rank = peer
+    else:
+        lines = lines[place[rank] :]
+    hidden = len(lines) - _SHOWN
+    if hidden > 0:
+        half = _SHOWN // 2
+        lines[half:-half] = [f"  ... and {hidden} more ranks"]
+    return "\n".join(lines)
+
+
 def lower(schedule: Schedule) -> Program:
     """Add sends and receives to a schedule.
 
@@ -101,14 +162,14 @@ def lower(schedule: Schedule) -> Program:
         schedule: complete, as :func:`pipelane.check.check` verifies.
 
     Raises:
-        CheckError: the dependencies and the ranks' orders contradict each other; the message
-            shows the cycle.
+        CheckError: an action is out of range or on the wrong rank, or the dependencies and the
+            ranks' orders contradict each other; the message shows the cycle rank by rank.
     """
     stages, placement = schedule.shape.stages, schedule.placement
     streams: list[list[Instruction]] = [[] for _ in schedule.orders]
     for rank, action in _total_order(schedule):
         streams[rank].append(Instruction(*action[:3], -1, action.parts))
-        for part in action.flat():
+        for part in action.parts or (action,):
             if part.kind is Kind.F and part.stage + 1 < stages:
                 send, receive, to = Kind.SEND_F, Kind.RECV_F, part.stage + 1
             elif part.kind in (Kind.B, Kind.I) and part.stage > 0:
@@ -130,17 +191,12 @@ def lower(schedule: Schedule) -> Program:
     )
 
 
-def result_of(part: Action) -> tuple[Kind, int, int]:
-    """What later actions wait for: F, I (also made by B), W."""
-    kind = Kind.I if part.kind is Kind.B else part.kind
-    return (kind, part.stage, part.microbatch)
-
-
 def _total_order(schedule: Schedule) -> list[tuple[int, Action]]:
     """All actions as (rank, action), sorted by when they would end with the unit durations."""
-    stages = schedule.shape.stages
-    ends: dict[tuple[Kind, int, int], int] = {}
-    waiting: dict[tuple[Kind, int, int], list[int]] = {}
+    placement, m = schedule.placement, schedule.shape.microbatches
+    stages = len(placement)
+    ends: dict[Result, int] = {}
+    waiting: dict[Result, list[int]] = {}
     position = [0] * len(schedule.orders)
     clock = [0] * len(schedule.orders)
     placed: list[tuple[int, int, int, Action]] = []
@@ -150,57 +206,54 @@ def _total_order(schedule: Schedule) -> list[tuple[int, Action]]:
         order = schedule.orders[rank]
         while position[rank] < len(order):
             action = order[position[rank]]
-            start = clock[rank]
-            blocked_by = None
-            for part in action.flat():
+            parts = action.parts or (action,)
+            start, missing = clock[rank], None
+            for part in parts:
+                if fault := misplaced(part, rank, placement, m):
+                    raise CheckError(f"schedule {schedule.name!r}, {fault}")
                 for need in dependencies(part, stages):
-                    end = ends.get(need[:3])
+                    end = ends.get(need)
                     if end is None:
-                        blocked_by = need[:3]
-                        break
-                    start = max(start, end)
-                if blocked_by:
-                    break
-            if blocked_by:
-                waiting.setdefault(blocked_by, []).append(rank)
+                        missing = need
+                    elif end > start:
+                        start = end
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
                 break
             end = start + _DURATION[action.kind]
             clock[rank] = end
             placed.append((end, rank, position[rank], action))
             position[rank] += 1
-            for part in action.flat():
+            for part in parts:
                 result = result_of(part)
                 ends[result] = end
                 ready.extend(waiting.pop(result, ()))
     if len(placed) < sum(map(len, schedule.orders)):
         raise CheckError(_cycle(schedule, position, ends))
-    placed.sort(key=lambda item: item[:3])
+    placed.sort(key=itemgetter(0, 1, 2))
     return [(rank, action) for _, rank, _, action in placed]
 
 
-def _cycle(
-    schedule: Schedule, position: Sequence[int], ends: dict[tuple[Kind, int, int], int]
-) -> str:
-    """The chain of waits among stuck ranks, until a rank repeats or will never deliver."""
-    stages = schedule.shape.stages
-    rank = next(r for r, order in enumerate(schedule.orders) if position[r] < len(order))
-    seen: list[int] = []
-    lines: list[str] = []
-    while rank not in seen:
-        seen.append(rank)
-        if position[rank] >= len(schedule.orders[rank]):
-            lines.append(f"  rank {rank} never runs it")
-            break
+def _cycle(schedule: Schedule, position: list[int], ends: dict[Result, int]) -> str:
+    """The message for orders that contradict the dependencies."""
+
+    def wait_of(rank: int) -> tuple[str, int] | None:
+        if position[rank] == len(schedule.orders[rank]):
+            return None
         stuck = schedule.orders[rank][position[rank]]
-        need = next(
-            n for part in stuck.flat() for n in dependencies(part, stages) if n[:3] not in ends
+        kind, stage, number = next(
+            need
+            for part in stuck.flat()
+            for need in dependencies(part, len(schedule.placement))
+            if need not in ends
         )
-        owner = schedule.placement[need.stage]
-        what = "backward" if need.kind is Kind.I else "forward"
-        shown = f"the {what} of stage {need.stage}, micro-batch {need.microbatch},"
-        lines.append(f"  rank {rank}: {stuck} waits for {shown} on rank {owner}")
-        rank = owner
+        what = "backward" if kind is Kind.I else "forward"
+        owner = schedule.placement[stage]
+        shown = f"the {what} of stage {stage}, micro-batch {number}, on rank {owner}"
+        return f": {stuck} waits for {shown}", owner
+
+    first = next(r for r, order in enumerate(schedule.orders) if position[r] < len(order))
     return (
         f"schedule {schedule.name!r} cannot run: dependencies and orders contradict each other\n"
-        + "\n".join(lines)
+        + wait_chain(first, wait_of)
     )

@@ -213,5 +213,7 @@ def schedule_from_json(text: str) -> Schedule:
         if not all(type(rank) is int for rank in placement):
             raise ScheduleError(f"not a schedule in JSON: placement {placement} is not all ranks")
         return Schedule(str(data["name"]), shape, placement, orders)
-    except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as error:
+    except ScheduleError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ScheduleError(f"not a schedule in JSON: {error!r}") from error
