@@ -72,7 +72,7 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         if self.parts:
             return f"({';'.join(map(str, self.parts))}){self.kind.value}"
-        number = "" if self.microbatch < 0 else str(self.microbatch)
+        number = "" if self.kind in _PER_STAGE else self.microbatch
         return f"{self.stage}{self.kind.value}{number}"
 
     def flat(self) -> Iterator[Action]:

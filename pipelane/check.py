@@ -8,7 +8,6 @@ is buffered, nothing overlaps) the program still ends. Every weaker transport is
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,6 +17,7 @@ from pipelane.errors import CheckError
 from pipelane.program import (
     Instruction,
     Program,
+    check_placement,
     dependencies,
     lower,
     message_of,
@@ -71,7 +71,7 @@ def check(schedule: Schedule, *, forward_only: bool = False) -> Certificate:
     Raises:
         CheckError: the first fault found, naming rank, action and remedy.
     """
-    _check_placement(schedule)
+    check_placement(schedule)
     _check_complete(schedule, forward_only)
     program = lower(schedule)
     computes, messages = verify_program(program)
@@ -103,32 +103,6 @@ def peak_activations(orders: Sequence[Sequence[Action]]) -> tuple[int, ...]:
                     alive -= 1
         peaks.append(peak)
     return tuple(peaks)
-
-
-def _check_placement(schedule: Schedule) -> None:
-    shape = schedule.shape
-    if len(schedule.placement) != shape.stages:
-        raise CheckError(
-            f"schedule {schedule.name!r}: placement names {len(schedule.placement)} stages, "
-            f"but {shape.ranks} ranks x {shape.chunks} chunks are {shape.stages}"
-        )
-    if len(schedule.orders) != shape.ranks:
-        raise CheckError(
-            f"schedule {schedule.name!r}: {len(schedule.orders)} orders for {shape.ranks} ranks"
-        )
-    for stage, rank in enumerate(schedule.placement):
-        if not 0 <= rank < shape.ranks:
-            raise CheckError(
-                f"schedule {schedule.name!r}: stage {stage} is placed on rank {rank}, but ranks "
-                f"are 0 to {shape.ranks - 1}"
-            )
-    held = Counter(schedule.placement)
-    for rank in range(shape.ranks):
-        if held[rank] != shape.chunks:
-            raise CheckError(
-                f"schedule {schedule.name!r}: rank {rank} holds {held[rank]} stages instead of "
-                f"{shape.chunks}"
-            )
 
 
 def _check_complete(schedule: Schedule, forward_only: bool) -> None:

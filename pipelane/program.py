@@ -9,6 +9,7 @@ come in the order of the sends, so transports without tags work as well.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
@@ -22,6 +23,7 @@ __all__ = [
     "Instruction",
     "Program",
     "Result",
+    "check_placement",
     "dependencies",
     "lower",
     "message_of",
@@ -128,6 +130,33 @@ def misplaced(
     return None
 
 
+def check_placement(schedule: Schedule) -> None:
+    """Raise CheckError unless every rank exists and holds as many stages as the shape says."""
+    shape = schedule.shape
+    if len(schedule.placement) != shape.stages:
+        raise CheckError(
+            f"schedule {schedule.name!r}: placement names {len(schedule.placement)} stages, "
+            f"but {shape.ranks} ranks x {shape.chunks} chunks are {shape.stages}"
+        )
+    if len(schedule.orders) != shape.ranks:
+        raise CheckError(
+            f"schedule {schedule.name!r}: {len(schedule.orders)} orders for {shape.ranks} ranks"
+        )
+    for stage, rank in enumerate(schedule.placement):
+        if not 0 <= rank < shape.ranks:
+            raise CheckError(
+                f"schedule {schedule.name!r}: stage {stage} is placed on rank {rank}, but ranks "
+                f"are 0 to {shape.ranks - 1}"
+            )
+    held = Counter(schedule.placement)
+    for rank in range(shape.ranks):
+        if held[rank] != shape.chunks:
+            raise CheckError(
+                f"schedule {schedule.name!r}: rank {rank} holds {held[rank]} stages instead of "
+                f"{shape.chunks}"
+            )
+
+
 def wait_chain(rank: int, wait_of: Callable[[int], tuple[str, int] | None]) -> str:
     """Who waits for whom, one line a rank: the cycle, or the way to a rank that has ended.
 
@@ -162,9 +191,11 @@ def lower(schedule: Schedule) -> Program:
         schedule: complete, as :func:`pipelane.check.check` verifies.
 
     Raises:
-        CheckError: an action is out of range or on the wrong rank, or the dependencies and the
-            ranks' orders contradict each other; the message shows the cycle rank by rank.
+        CheckError: the placement does not fit the sizes, an action is out of range or on the wrong
+            rank, or the dependencies and the ranks' orders contradict each other; the message
+            shows the cycle rank by rank.
     """
+    check_placement(schedule)
     stages, placement = schedule.shape.stages, schedule.placement
     streams: list[list[Instruction]] = [[] for _ in schedule.orders]
     for rank, action in _total_order(schedule):

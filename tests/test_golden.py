@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake import is_valid_program
 
 import pipelane
 from pipelane.actions import Action, Kind
+from pipelane.bounds import makespan_bound
+from pipelane.check import verify_program
 from pipelane.costs import Costs
-from pipelane.schedule import Schedule, Shape
+from pipelane.schedule import Schedule, Shape, schedule_from_csv
 
 DATA = json.loads((Path(__file__).parent / "data" / "schedules.json").read_text())
 CASES = DATA["unit_cases"]
@@ -34,8 +38,13 @@ def costs_of(case: dict[str, Any]) -> Costs:
 
 
 def assert_row(case: dict[str, Any], schedule: Schedule) -> None:
-    pipelane.check(schedule)
-    timeline = pipelane.simulate(schedule, costs_of(case))
+    certificate = pipelane.check(schedule)
+    assert list(certificate.peak_activations) == case["peak_chunks"]
+    program = pipelane.lower(schedule)
+    assert verify_program(program) == (certificate.computes, certificate.messages)
+    assert is_valid_program(program, random.Random(0))
+    assert makespan_bound(schedule, costs_of(case)).seconds <= case["makespan"]
+    timeline = pipelane.simulate(program, costs_of(case))
     assert timeline.makespan == case["makespan"]
     assert timeline.span == case["span"]
     assert list(timeline.idle) == case["idle_in_span"]
@@ -44,7 +53,10 @@ def assert_row(case: dict[str, Any], schedule: Schedule) -> None:
 
 def test_the_table_is_there() -> None:
     assert len(OURS) == 9
-    assert len(CUSTOM) > 15
+    assert len(CUSTOM) == 23
+    assert {c["schedule"].split()[0] for c in CUSTOM} == {
+        "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipev"
+    }  # fmt: skip
     assert len(DATA["zb_paper"]) == 6
 
 
@@ -73,9 +85,16 @@ def parsed(case: dict[str, Any]) -> Schedule:
 
 
 @pytest.mark.parametrize("case", CUSTOM, ids=label)
-def test_given_orders_of_every_family(case: dict[str, Any]) -> None:
-    """Split backwards, V placements and overlapped pairs go through the same core."""
-    assert_row(case, parsed(case))
+def test_given_orders_of_every_family(case: dict[str, Any], tmp_path: Path) -> None:
+    """Split backwards, V placements and overlapped pairs go through the same core.
+
+    An overlapped pair takes as long as its two parts one after the other.
+    """
+    schedule = parsed(case)
+    assert_row(case, schedule)
+    path = tmp_path / "given.csv"
+    path.write_text(schedule.to_csv())
+    assert schedule_from_csv(path, name=schedule.name) == schedule
 
 
 @pytest.mark.parametrize("row", DATA["zb_paper"], ids=lambda r: f"{r['model']}-m{r['m']}")
