@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
-import tempfile
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -13,17 +13,25 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import pipelane
 from pipelane.bounds import makespan_bound
 from pipelane.catalogue import build_schedule, load_generator, schedule_names
 from pipelane.check import Certificate, check, peak_activations
 from pipelane.costs import Costs
-from pipelane.errors import CheckError, LaunchError, PartitionError, PipelaneError
+from pipelane.errors import (
+    CheckError,
+    ConfigError,
+    LaunchError,
+    PartitionError,
+    PipelaneError,
+    ScheduleError,
+)
 from pipelane.schedule import Schedule, schedule_from_csv
 from pipelane.simulate import simulate
 from pipelane.timeline import Timeline
-from pipelane.views.terminal import TimelineView
+from pipelane.views.terminal import TimelineView, require_drawable
 
 __all__ = ["app", "main"]
 
@@ -53,7 +61,9 @@ class Output(str, Enum):
 
 def main() -> NoReturn:
     """Run the command line; exit codes: 0 fine, 1 the answer is no, 2 wrong use."""
-    debug = "PIPELANE_DEBUG" in os.environ
+    debug = os.environ.get("PIPELANE_DEBUG", "0") not in ("", "0")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names that the encoding lacks are spelled out
+        sys.stdout.reconfigure(errors="backslashreplace")
     arguments = sys.argv[1:]
     if arguments[:1] == ["--debug"]:
         debug, arguments = True, arguments[1:]
@@ -88,7 +98,7 @@ def _global(
 @app.command(epilog="Example: [bold]pipelane schedules[/]")
 def schedules(json_: JsonFlag = False) -> None:
     """List the installed schedules."""
-    entries = [(name, _summary(load_generator(name).__doc__)) for name in schedule_names()]
+    entries = [(name, _describe(name)) for name in schedule_names()]
     if json_:
         print(json.dumps({"schedules": [{"name": n, "summary": s} for n, s in entries]}))
         return
@@ -96,12 +106,17 @@ def schedules(json_: JsonFlag = False) -> None:
     table.add_column("name", style="bold", no_wrap=True)
     table.add_column("what it does")
     for name, summary in entries:
-        table.add_row(name, summary)
+        table.add_row(Text(name), Text(summary))  # Text: brackets are no markup here
     _console().print(table)
 
 
-def _summary(text: str | None) -> str:
-    return (text or "").strip().split("\n\n")[0].replace("\n", " ").strip()
+def _describe(name: str) -> str:
+    """The first paragraph of its docstring; a broken plug-in must not hide the others."""
+    try:
+        text = load_generator(name).__doc__ or ""
+    except ScheduleError as error:
+        return str(error)
+    return " ".join(text.strip().split("\n\n")[0].split())
 
 
 @app.command(
@@ -140,6 +155,7 @@ def show(
         latency=comm,
     )
     timeline = simulate(made, costs, unit="")
+    require_drawable(timeline)
     bound = makespan_bound(made, costs)
     if csv is not None:
         _write(csv, made.to_csv())
@@ -192,9 +208,8 @@ def check_(
     json_: JsonFlag = False,
 ) -> None:
     """Check a schedule: exit 0 and the certificate, or 1 and the reason."""
-    schedule = schedule_from_csv(file)
     try:
-        certificate = check(schedule)
+        certificate = check(_read(file))
     except CheckError as error:
         if not json_:
             raise
@@ -211,6 +226,16 @@ def check_(
         f"{', '.join(map(str, certificate.peak_activations))}.\n"
         f"Certificate: {certificate.statement}."
     )
+
+
+def _read(file: Path) -> Schedule:
+    """A file that can be read and is no schedule is a no, not wrong use."""
+    try:
+        return schedule_from_csv(file)
+    except ScheduleError as error:
+        if error.__cause__ is not None:  # what kept it from being read
+            raise
+        raise CheckError(str(error)) from None
 
 
 def _certificate(certificate: Certificate) -> dict[str, object]:
@@ -236,9 +261,26 @@ def view(
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"cannot read {file}: {error}") from error
+        raise ConfigError(f"cannot read the timeline {file}: {error}") from error
     timeline = Timeline.from_json(text)
+    _require_order(timeline, file)
     _console(width, no_color).print(TimelineView(timeline, width, ascii or None))
+
+
+def _require_order(timeline: Timeline, file: Path) -> None:
+    """Raise ConfigError unless each rank computes one thing after the other.
+
+    The file may have been made by another program or by hand.
+    """
+    for rank, row in enumerate(timeline.spans):
+        before = 0.0
+        for action, start, end in row:
+            if not (action.kind.is_compute and before <= start + 1e-9 and start <= end):
+                raise ConfigError(
+                    f"{file}: rank {rank} has {action} from {start} to {end} after {before}; "
+                    "expected computing only, in order of time, each action before the next"
+                )
+            before = end
 
 
 @app.command(
@@ -282,10 +324,23 @@ def _console(width: int | None = None, no_color: bool = False) -> Console:
 def _write(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
+        if _is_special(path):
+            with path.open("a", encoding="utf-8", newline="") as file:
+                file.write(text)
+            return
+        path = path.resolve()  # a link stays a link
+        beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            beside.write_text(text, encoding="utf-8", newline="")
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
     except OSError as error:
-        raise typer.BadParameter(f"cannot write {path}: {error}") from error
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _is_special(path: Path) -> bool:
+    """Devices, pipes and /dev/stdout, which may lead to a file that others hold open: what is
+    there must not be replaced by a new file."""
+    system = Path(os.path.abspath(path)).parts[1:2]
+    return system in (("dev",), ("proc",)) or (path.exists() and not path.is_file())

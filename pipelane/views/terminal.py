@@ -11,28 +11,33 @@ import io
 import os
 import shutil
 import sys
+import textwrap
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.segment import Segment
 from rich.style import Style
 
 from pipelane.actions import Action, Kind
+from pipelane.errors import ConfigError
 from pipelane.timeline import Span, Timeline
 
-__all__ = ["TimelineView", "plain_ascii", "render_text"]
+__all__ = ["TimelineView", "plain_ascii", "render_text", "require_drawable"]
 
 MIN_WIDTH = 40
+GUTTER = 5  # "rank " before each row
+LEAST, MOST = 1e-300, 1e300
 
-# Blue, orange, teal and violet keep apart for colour-blind eyes; white or black text on them is
-# readable on light and dark backgrounds alike.
+# Blue, orange, teal and violet keep apart for colour-blind eyes; bright white or black text on them
+# is readable on light and dark backgrounds alike, plain "white" is grey on most terminals.
 _STYLES = {
-    Kind.F: Style(color="white", bgcolor="dodger_blue3"),
+    Kind.F: Style(color="bright_white", bgcolor="dodger_blue3"),
     Kind.B: Style(color="black", bgcolor="dark_orange"),
     Kind.I: Style(color="black", bgcolor="dark_cyan"),
-    Kind.W: Style(color="white", bgcolor="medium_purple4"),
+    Kind.W: Style(color="bright_white", bgcolor="medium_purple4"),
     Kind.OVERLAP: Style(color="black", bgcolor="gold3"),
 }
 _NAMES = {
@@ -124,33 +129,59 @@ def render_text(timeline: Timeline, width: int | None = None) -> str:
     return out.getvalue().rstrip("\n")
 
 
+def require_drawable(timeline: Timeline) -> None:
+    """Raise ConfigError unless the times are numbers that a scale can be made of."""
+    makespan = timeline.makespan
+    if makespan != 0 and not LEAST <= makespan <= MOST:  # NaN is refused as well
+        raise ConfigError(
+            f"timeline {timeline.name!r}: its makespan is {makespan}; only finite times from "
+            f"{LEAST:g} to {MOST:g} can be drawn, so give the costs in another unit"
+        )
+
+
 def _picture(
     timeline: Timeline, width: int, glyphs: _Glyphs, bound: tuple[float, str] | None
 ) -> Iterator[Line]:
-    gutter = 5
-    right = 9  # "busy peak"
-    columns = width - gutter - right
+    require_drawable(timeline)
+    peak_width = max(4, 1 + max((len(str(peak)) for peak in timeline.peak_activations), default=0))
+    columns = max(1, width - GUTTER - len("busy ") - peak_width)
     scale, unit = _scale(timeline.makespan, timeline.unit)
     per_second = _columns_per_second(timeline, columns)
     columns = max(1, round(timeline.makespan * per_second)) if per_second else columns
-    title = f"{timeline.name}, {'measured' if timeline.measured else 'planned'}"
-    sizes = f"p={timeline.ranks} m={timeline.microbatches}"
-    stages = len(timeline.placement)
-    if stages != timeline.ranks:
-        sizes += f" stages={stages}"
-    if unit:
-        sizes += f"  time in {unit}"
-    yield [Segment(_fit(title, width - len(sizes) - 2), _BOLD), Segment(f"  {sizes}")]
-    yield from _axis(timeline.makespan * scale, gutter, columns, glyphs)
+    yield _title(timeline, unit, width, glyphs)
+    numbers, marks = _axis(timeline.makespan * scale, columns, glyphs)
+    yield [Segment("rank ".rjust(GUTTER) + numbers + "busy " + "peak".rjust(peak_width))]
+    yield [Segment(" " * GUTTER + marks, _BUBBLE_STYLE)]
     for rank, row in enumerate(timeline.spans):
-        line: Line = [Segment(f"{rank:>{gutter - 1}} ")]
+        line: Line = [Segment(f"{rank:>{GUTTER - 1}} ")]
         line += _row(row, columns, per_second, glyphs)
-        line.append(Segment(f"{timeline.utilisation[rank]:.0%}".rjust(5)))
-        line.append(Segment(f"{timeline.peak_activations[rank]:>4}"))
+        line.append(Segment(_percent(timeline.utilisation[rank]).rjust(5)))
+        line.append(Segment(f"{timeline.peak_activations[rank]:>{peak_width}}"))
         yield line
     yield []
     yield from _legend(timeline, width, glyphs)
     yield from _meters(timeline, width, scale, unit, bound)
+
+
+def _title(timeline: Timeline, unit: str, width: int, glyphs: _Glyphs) -> Line:
+    # Names come from files and plug-ins: a line break or an escape code would tear the picture.
+    name = "".join(c if c.isprintable() else "?" for c in str(timeline.name))
+    if glyphs is _ASCII:
+        name = name.encode("ascii", "replace").decode()
+    sizes = f"p={timeline.ranks} m={timeline.microbatches}"
+    if len(timeline.placement) != timeline.ranks:
+        sizes += f" stages={len(timeline.placement)}"
+    if unit:
+        sizes += f"  time in {unit}"
+    kind = f", {'measured' if timeline.measured else 'planned'}"
+    room = max(0, width - len(kind) - len("  ") - len(sizes))
+    title = _fit(name, room) + kind
+    return [Segment(title, _BOLD), Segment(_fit(f"  {sizes}", width - cell_len(title)))]
+
+
+def _percent(share: float) -> str:
+    """Whole percent, but never 100 % of a rank that idles."""
+    return ">99%" if 0.995 <= share < 1 - 1e-9 else f"{share:.0%}"
 
 
 def _columns_per_second(timeline: Timeline, columns: int) -> float:
@@ -163,11 +194,17 @@ def _columns_per_second(timeline: Timeline, columns: int) -> float:
 
 
 def _fit(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: max(0, width - 3)] + "..."
+    """Cut to ``width`` columns; some characters take two."""
+    if cell_len(text) <= width:
+        return text
+    return set_cell_size(text, max(0, width - 3)) + "..."[: max(0, width)]
 
 
 def _wrapped(parts: Sequence[Line], width: int, gap: str = "  ") -> Iterator[Line]:
-    """Lay out parts from left to right; a new line where the next part does not fit."""
+    """Lay out parts from left to right; a new line where the next part does not fit.
+
+    Only a part that is wider than a line by itself is broken, between words.
+    """
     line: Line = []
     used = 0
     for part in parts:
@@ -179,8 +216,9 @@ def _wrapped(parts: Sequence[Line], width: int, gap: str = "  ") -> Iterator[Lin
             line.append(Segment(gap))
             used += len(gap)
         if size > width:
-            part = [Segment(_fit("".join(segment.text for segment in part), width))]
-            size = width
+            *full, rest = textwrap.wrap("".join(segment.text for segment in part), width)
+            yield from ([Segment(text)] for text in full)
+            part, size = [Segment(rest)], len(rest)
         line += part
         used += size
     if line:
@@ -197,14 +235,14 @@ def _scale(makespan: float, unit: str) -> tuple[float, str]:
 
 
 def _number(value: float) -> str:
-    """Three or more significant digits, no exponent."""
+    """Three or more significant digits; an exponent only where it is shorter."""
     if value == round(value) and abs(value) < 1e6:
         return str(round(value))
-    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
+    return f"{value:.0f}" if 999.5 <= value < 999_999.5 else f"{value:.3g}"
 
 
-def _axis(end: float, gutter: int, columns: int, glyphs: _Glyphs) -> Iterator[Line]:
-    """Numbers over ticks; ticks at round numbers, at least ten columns apart."""
+def _axis(end: float, columns: int, glyphs: _Glyphs) -> tuple[str, str]:
+    """Numbers, and the ticks below them; ticks at round numbers, at least ten columns apart."""
     step = _tick_step(end, max(1, columns // 10))
     numbers = [" "] * columns
     marks = [glyphs.line] * columns
@@ -218,8 +256,7 @@ def _axis(end: float, gutter: int, columns: int, glyphs: _Glyphs) -> Iterator[Li
             if start >= 0 and all(c == " " for c in numbers[max(0, start - 1) : start + len(text)]):
                 numbers[start : start + len(text)] = text
         index += 1
-    yield [Segment("rank ".rjust(gutter) + "".join(numbers) + "busy peak")]
-    yield [Segment(" " * gutter + "".join(marks), _BUBBLE_STYLE)]
+    return "".join(numbers), "".join(marks)
 
 
 def _tick_step(end: float, ticks: int) -> float:
@@ -243,34 +280,49 @@ def _row(row: Sequence[Span], columns: int, per_second: float, glyphs: _Glyphs) 
         widths.setdefault(span.action.kind, []).append((span.end - span.start) * per_second)
     # Narrower cells melt into each other and rounding drops some, which would lie about bubbles.
     if min(sum(found) / len(found) for found in widths.values()) >= 1.0:
-        return _cells(row, columns, per_second, glyphs)
+        busy = sum(map(sum, widths.values()))
+        # Cells whose edges all fall alike between columns are all rounded the same way, and a
+        # rank looks busier or idler than it is: then what rounding takes from one, the next gets.
+        for carry in (False, True):
+            line, drawn = _cells(row, columns, per_second, glyphs, carry)
+            if abs(drawn - busy) <= max(1.5, 0.02 * columns):
+                return line
     return _shares(row, columns, per_second, glyphs)
 
 
-def _cells(row: Sequence[Span], columns: int, per_second: float, glyphs: _Glyphs) -> Line:
+def _cells(
+    row: Sequence[Span], columns: int, per_second: float, glyphs: _Glyphs, carry: bool
+) -> tuple[Line, int]:
+    """A cell per action, and how many columns they take.
+
+    Edges are rounded, not widths, so that what happens at one time stands in one column in all
+    rows; with ``carry`` the right edges give way by a column to keep the sum of the widths.
+    """
     line: Line = []
-    at = 0
+    at = drawn = 0
+    busy = 0.0
     for span in row:
+        busy += (span.end - span.start) * per_second
         begin = max(at, round(span.start * per_second))
-        end = max(begin, min(columns, round(span.end * per_second)))
+        right = begin + round(busy) - drawn if carry else round(span.end * per_second)
+        end = max(begin, min(columns, right))
         if begin > at:
             line.append(Segment(glyphs.bubble * (begin - at), _BUBBLE_STYLE))
         if end > begin:
             line.append(_cell(span.action, end - begin, glyphs))
+            drawn += end - begin
         at = max(at, end)
     if at < columns:
         line.append(Segment(glyphs.bubble * (columns - at), _BUBBLE_STYLE))
-    return line
+    return line, drawn
 
 
 def _cell(action: Action, width: int, glyphs: _Glyphs) -> Segment:
     """The longest label that fits, filled up with the kind's own character."""
     kind = action.kind
-    letter = _LETTER[kind]
-    number = str(action.parts[0].microbatch if action.parts else action.microbatch)
-    label = letter
-    if len(letter) + len(number) <= width:
-        label = letter + number
+    label = "&".join(f"{_LETTER[part.kind]}{part.microbatch}" for part in action.flat())
+    if len(label) > width:
+        label = _LETTER[kind]
     return Segment(label + glyphs.fill[kind] * (width - len(label)), _STYLES[kind])
 
 
