@@ -19,6 +19,7 @@ import pipelane
 from pipelane.bounds import makespan_bound
 from pipelane.catalogue import build_schedule, load_generator, schedule_names
 from pipelane.check import Certificate, check, peak_activations
+from pipelane.commands import partition_
 from pipelane.costs import Costs
 from pipelane.errors import (
     CheckError,
@@ -312,6 +313,12 @@ def demo(
     from pipelane.demo import run as run_demo
 
     raise typer.Exit(run_demo(ranks, epochs))
+
+
+app.command(
+    "partition",
+    epilog="Example: [bold]pipelane partition vgg16.txt -k 4 --comm --memory 16GiB[/]",
+)(partition_)
 
 
 def _console(width: int | None = None, no_color: bool = False) -> Console:

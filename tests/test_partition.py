@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import pipelane
 from pipelane.costs import Link
 from pipelane.errors import PartitionError
-from pipelane.graph import chain_graph, chain_order
+from pipelane.graph import chain_graph, validate_graph
 from pipelane.partition import Partition, chain_partition, validate_sizes
 from pipelane.profile import LayerProfile, Profile
 from pipelane.views.tables import human_bytes, partition_text
@@ -217,7 +217,7 @@ def test_profile_and_graph_give_the_same() -> None:
 
 def test_the_graph_of_a_profile() -> None:
     graph = chain_graph(profile_of([3, 6]))
-    assert chain_order(graph) == [0, 1]
+    assert validate_graph(graph) == [0, 1]
     assert graph.nodes[1] == {
         "name": "l1", "forward": 2, "backward": 4, "parameter_bytes": 100, "activation_bytes": 50,
     }  # fmt: skip
@@ -236,18 +236,11 @@ def test_bad_graphs() -> None:
         pipelane.partition(graph, 1)
     graph.add_node("a", seconds=1.0)
     graph.add_node("b", seconds=1.0)
-    with pytest.raises(PartitionError, match="several parts"):
-        pipelane.partition(graph, 1)
     graph.add_edge("a", "b")
     graph.add_edge("b", "a")
     with pytest.raises(PartitionError, match="cycle"):
         pipelane.partition(graph, 1)
     graph.remove_edge("b", "a")
-    graph.add_node("c", seconds=1.0)
-    graph.add_edge("a", "c")
-    with pytest.raises(PartitionError, match="'a' has several"):
-        pipelane.partition(graph, 1)
-    graph.remove_node("c")
     for bad in (-1.0, math.nan, math.inf, None, "x"):
         graph.nodes["b"]["seconds"] = bad
         with pytest.raises(PartitionError, match=r"'b'.*seconds"):
@@ -262,19 +255,12 @@ def test_bad_graphs() -> None:
     "graph", [networkx.Graph([(0, 1)]), networkx.MultiDiGraph([(0, 1), (0, 1)]), [1.0, 2.0], None]
 )
 def test_what_is_no_directed_graph(graph: object) -> None:
-    with pytest.raises(PartitionError, match=r"expected a networkx\.DiGraph"):
+    with pytest.raises(PartitionError, match=r"expected a profile or a networkx\.DiGraph"):
         pipelane.partition(graph, 1)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("edges", [[(0, 1), (0, 2), (1, 3), (2, 3)], [(0, 2), (1, 2)]])
-def test_a_branch_is_refused_for_now(edges: list[tuple[int, int]]) -> None:
-    graph = networkx.DiGraph(edges)
-    with pytest.raises(PartitionError, match="will come"):
-        pipelane.partition(graph, 1)
-
-
 def test_a_profile_with_impossible_seconds_names_the_layer() -> None:
-    with pytest.raises(PartitionError, match="layer 'l1'"):
+    with pytest.raises(PartitionError, match=r"\(l1\): forward must be"):
         pipelane.partition(profile_of([1, math.nan, 1]), 2)
 
 

@@ -3,12 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from pipelane.errors import PartitionError
 
-__all__ = ["Partition", "validate_sizes"]
+__all__ = ["Partition", "StageLoad", "validate_sizes"]
+
+
+@dataclass(frozen=True)
+class StageLoad:
+    """What one stage does and holds, for one micro-batch.
+
+    Attributes:
+        forward, input_grad, weight_grad: seconds of its layers on its rank; where the backward is
+            known as a whole it is under ``input_grad``, and where only one sum is known all is
+            under ``forward``.
+        transfer: seconds of its sends and receives.
+        parameter_bytes, static_bytes, activation_bytes: sums over its layers.
+        in_flight: micro-batches whose activations it holds at its peak.
+        sent_bytes: of the tensors that it sends on.
+        recompute: it keeps only its input, and runs its forward again before the backward.
+        memory: bytes of its rank; infinite if not limited.
+        memory_bytes: what it needs at its peak.
+    """
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+    transfer: float
+    parameter_bytes: float
+    static_bytes: float
+    activation_bytes: float
+    in_flight: int
+    sent_bytes: float
+    recompute: bool
+    memory: float
+    memory_bytes: float
 
 
 @dataclass(frozen=True)
@@ -19,12 +50,17 @@ class Partition:
         stages: names of the layers, per stage.
         stage_seconds: forward, backward and communication of each stage, for one micro-batch;
             empty if the partition was given without costs.
-        bottleneck: seconds of the slowest stage.
+        bottleneck: seconds of the slowest rank: of its stage, or of all its stages together.
         lower_bound: seconds that no partition can be below; the bottleneck itself if ``exact``.
-        bound_reason: what keeps the bottleneck from being smaller.
+        bound_reason: where the lower bound comes from.
         exact: whether the bottleneck is proven to be the least possible.
         method: how it was found.
         seconds: how long finding it took.
+        nodes: the nodes of the graph, per stage; indices of layers for a profile.
+        loads: what each stage does and holds; empty if the partition was given without costs.
+        placement: the rank of each stage, if several stages share a rank.
+        unit: of all times, "s" but for graphs that say otherwise.
+        notes: what was decided on the way, such as how tied weights are kept.
     """
 
     stages: tuple[tuple[str, ...], ...]
@@ -35,6 +71,11 @@ class Partition:
     exact: bool = False
     method: str = "given"
     seconds: float = 0.0
+    nodes: tuple[tuple[Hashable, ...], ...] = ()
+    loads: tuple[StageLoad, ...] = ()
+    placement: tuple[int, ...] = ()
+    unit: str = "s"
+    notes: tuple[str, ...] = ()
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -13,7 +14,7 @@ from rich.text import Text
 from pipelane.views.terminal import plain_ascii
 
 if TYPE_CHECKING:
-    from pipelane.partition import Partition
+    from pipelane.partition import Partition, StageLoad
     from pipelane.profile import LayerProfile, Profile
 
 __all__ = ["PartitionTable", "human_bytes", "partition_table", "partition_text"]
@@ -107,27 +108,103 @@ class _Column(NamedTuple):
 
 def _columns(partition: Partition, profile: Profile | None, ascii: bool) -> list[_Column]:
     columns: list[_Column] = []
-    parts = _parts(partition, profile) if profile is not None else []
-    if parts:
-        forward = [_ms(sum(layer.forward_seconds for layer in part)) for part in parts]
-        backward = [_ms(sum(layer.backward_seconds for layer in part)) for part in parts]
-        columns.append(_Column("F ms", forward, "F ms, B ms: forward and backward", rank=2))
-        columns.append(_Column("B ms", backward, rank=2))
+    loads = partition.loads
+    scale, unit = _unit(partition)
+
+    def times(values: Iterable[float]) -> list[str]:
+        return [_time(value * scale) for value in values]
+
+    if loads:
+        columns += _time_columns(partition, times, unit)
     elif partition.stage_seconds:
-        columns.append(_Column("ms", [_ms(seconds) for seconds in partition.stage_seconds]))
+        columns.append(_Column(unit, times(partition.stage_seconds)))
     if partition.stage_seconds:
         bars = [_bar(partition, stage, ascii) for stage in range(len(partition.stages))]
         columns.append(_Column("of slowest", bars, right=False, rank=1))
-    if parts:
-        parameters = [human_bytes(sum(layer.parameter_bytes for layer in part)) for part in parts]
-        saved = [human_bytes(sum(layer.activation_bytes for layer in part)) for part in parts]
-        sends = [*(human_bytes(part[-1].output_bytes) for part in parts[:-1]), "-"]
-        columns.append(_Column("params", parameters, rank=3))
+    if any(load.transfer for load in loads):
         columns.append(
-            _Column("saved", saved, "saved: what autograd keeps until the backward", rank=4)
+            _Column(
+                f"comm {unit}",
+                times(load.transfer for load in loads),
+                f"comm {unit}: sends and receives, activation and gradient",
+                rank=3,
+            )
         )
-        columns.append(_Column("sends", sends, "sends: what goes on to the next stage", rank=5))
+    if any(load.recompute for load in loads):
+        columns.append(
+            _Column(
+                "again",
+                ["yes" if load.recompute else "-" for load in loads],
+                "again: runs its forward a second time to save memory",
+                rank=1,
+            )
+        )
+    if loads and any(load.static_bytes or load.activation_bytes for load in loads):
+        columns += _byte_columns(loads)
+    elif not loads and profile is not None:
+        columns += _profile_columns(_parts(partition, profile))
     return columns
+
+
+def _time_columns(
+    partition: Partition, times: Callable[[Iterable[float]], list[str]], unit: str
+) -> list[_Column]:
+    """F and B, or F, I and W; one column where the graph knows but a sum."""
+    loads = partition.loads
+    forward = times(load.forward for load in loads)
+    if not any(load.input_grad or load.weight_grad for load in loads):
+        return [_Column(unit, forward, rank=2)]
+    if not any(load.weight_grad for load in loads):
+        backward = times(load.input_grad for load in loads)
+        legend = f"F {unit}, B {unit}: forward and backward"
+        return [
+            _Column(f"F {unit}", forward, legend, rank=2),
+            _Column(f"B {unit}", backward, rank=2),
+        ]
+    legend = f"F, I, W {unit}: forward, gradients of inputs and of weights"
+    return [
+        _Column(f"F {unit}", forward, legend, rank=2),
+        _Column(f"I {unit}", times(load.input_grad for load in loads), rank=2),
+        _Column(f"W {unit}", times(load.weight_grad for load in loads), rank=2),
+    ]
+
+
+def _byte_columns(loads: Sequence[StageLoad]) -> list[_Column]:
+    columns = [_Column("params", [human_bytes(load.parameter_bytes) for load in loads], rank=4)]
+    if any(load.in_flight > 1 for load in loads):
+        held = [f"{human_bytes(load.activation_bytes)} x{load.in_flight}" for load in loads]
+        legend = "saved: what autograd keeps until the backward x micro-batches in flight"
+    else:
+        held = [human_bytes(load.activation_bytes) for load in loads]
+        legend = "saved: what autograd keeps until the backward"
+    columns.append(_Column("saved", held, legend, rank=5))
+    if any(load.memory < math.inf for load in loads):
+        peaks = [
+            f"{human_bytes(load.memory_bytes)} {load.memory_bytes / load.memory:4.0%}"
+            for load in loads
+        ]
+        columns.append(_Column("at peak", peaks, "at peak: of the rank's memory", rank=3))
+    sends = [human_bytes(load.sent_bytes) if load.sent_bytes else "-" for load in loads]
+    if any(load.sent_bytes for load in loads):
+        columns.append(_Column("sends", sends, "sends: what goes on to later stages", rank=6))
+    return columns
+
+
+def _profile_columns(parts: Sequence[Sequence[LayerProfile]]) -> list[_Column]:
+    """For stages chosen by hand, whose costs only the profile knows."""
+    forward = [_time(1e3 * sum(layer.forward_seconds for layer in part)) for part in parts]
+    backward = [_time(1e3 * sum(layer.backward_seconds for layer in part)) for part in parts]
+    parameters = [human_bytes(sum(layer.parameter_bytes for layer in part)) for part in parts]
+    return [
+        _Column("F ms", forward, "F ms, B ms: forward and backward", rank=2),
+        _Column("B ms", backward, rank=2),
+        _Column("params", parameters, rank=3),
+    ]
+
+
+def _unit(partition: Partition) -> tuple[float, str]:
+    """Seconds are shown as ms; other units as they are."""
+    return (1e3, "ms") if partition.unit == "s" else (1.0, partition.unit)
 
 
 def _fit(columns: list[_Column], partition: Partition, width: int) -> None:
@@ -184,7 +261,8 @@ def _shorten(name: str, room: int, dots: str) -> str:
 
 
 def _bar(partition: Partition, stage: int, ascii: bool) -> str:
-    share = partition.stage_seconds[stage] / partition.bottleneck if partition.bottleneck else 0.0
+    slowest = max(partition.stage_seconds)
+    share = partition.stage_seconds[stage] / slowest if slowest else 0.0
     filled = round(share * _BAR)
     full, empty = ("#", ".") if ascii else ("█", "░")
     return f"{full * filled}{empty * (_BAR - filled)} {share:4.0%}"
@@ -199,8 +277,8 @@ def _parts(partition: Partition, profile: Profile) -> list[tuple[LayerProfile, .
     return parts
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f}"
+def _time(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.1 or value == 0 else f"{value:.2g}"
 
 
 def _legend(columns: list[_Column]) -> list[str]:
@@ -209,7 +287,7 @@ def _legend(columns: list[_Column]) -> list[str]:
 
 
 def _summary(partition: Partition) -> list[str]:
-    """One line: what limits the plan, and how far it can be from the optimum."""
+    """What limits the plan, how far it can be from the optimum, and what was decided."""
     if math.isnan(partition.bottleneck):
         return ["Chosen by hand, without costs."]
     if partition.exact:
@@ -218,9 +296,13 @@ def _summary(partition: Partition) -> list[str]:
         proven = "not proven optimal"
     else:
         proven = f"at most {partition.gap:.1%} above the optimum"
+    scale, unit = _unit(partition)
+    ranked = len(set(partition.placement)) < len(partition.placement)
+    what = "Slowest rank (all its stages)" if ranked else "Slowest stage"
     return [
-        f"Slowest stage: {_ms(partition.bottleneck)} ms, {proven} by {partition.method}. "
-        f"Limit: {partition.bound_reason}."
+        f"{what}: {_time(partition.bottleneck * scale)} {unit}, {proven} by {partition.method}. "
+        f"Limit: {partition.bound_reason}.",
+        *(f"{note[:1].upper()}{note[1:]}." for note in partition.notes),
     ]
 
 

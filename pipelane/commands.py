@@ -1,0 +1,210 @@
+"""The commands that look at models and graphs: ``pipelane profile`` and ``pipelane partition``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from pipelane.costs import Link
+from pipelane.errors import ConfigError, PartitionError
+
+if TYPE_CHECKING:
+    from pipelane.partition import Partition
+
+__all__ = ["parse_bytes", "partition_"]
+
+
+class TiedWeights(str, Enum):
+    """What to do with layers that share parameters."""
+
+    auto = "auto"
+    colocate = "colocate"
+    replicate = "replicate"
+
+
+class Placement(str, Enum):
+    """Which rank has which stage."""
+
+    looped = "looped"
+    v = "v"
+
+
+_FOR_CHUNKS = {Placement.looped: "interleaved", Placement.v: "wave"}
+
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_SIZE = re.compile(r"^\s*([0-9.]+(?:e[+-]?\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
+
+
+def parse_bytes(text: str) -> float:
+    """ "20GiB", "16GB", "12e9" in bytes.
+
+    Raises:
+        ConfigError: not such a size, or not above 0.
+    """
+    match = _SIZE.match(text)
+    try:
+        number = float(match[1]) if match else 0.0
+    except ValueError:
+        number = 0.0
+    if match is None or not number > 0:
+        raise ConfigError(f"{text!r} is not a size in bytes; write 20GiB, 16GB or 12e9")
+    letter = match[2].lower()
+    if match[3]:
+        if not letter:
+            raise ConfigError(f"{text!r} is not a size in bytes; write 20GiB, 16GB or 12e9")
+        return number * 1024.0 ** " kmgt".index(letter)
+    return float(number * _UNITS[letter])
+
+
+def partition_(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="A graph or a saved profile: pipelane's JSON, dnn-partitioning JSON, PipeDream "
+            "text, or Piper JSON."
+        ),
+    ],
+    k: Annotated[int, typer.Option("-k", "--stages", help="Number of stages (ranks).")],
+    exactly: Annotated[
+        bool, typer.Option("--exactly", help="Exactly k stages; at most k if not given.")
+    ] = False,
+    comm: Annotated[bool, typer.Option("--comm", help="Price what passes between stages.")] = False,
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(help="Bytes per second between ranks; as the file says if not given."),
+    ] = None,
+    latency: Annotated[float, typer.Option(help="Seconds per message between ranks.")] = 0.0,
+    memory: Annotated[str | None, typer.Option(help="Bytes per rank, such as 20GiB.")] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            help="Says how many micro-batches a stage holds, and where stages are; 1f1b if not "
+            "given, with several chunks interleaved or wave."
+        ),
+    ] = None,
+    microbatches: Annotated[
+        int | None, typer.Option("-m", "--microbatches", help="Per step; 4 per rank if not given.")
+    ] = None,
+    chunks: Annotated[
+        int, typer.Option("-v", "--chunks", help="Stages per rank; -k then counts ranks.")
+    ] = 1,
+    placement: Annotated[
+        Placement | None, typer.Option(help="Of several stages per rank; looped if not given.")
+    ] = None,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Stages that do not fit may run forward twice.")
+    ] = False,
+    speeds: Annotated[
+        str | None, typer.Option(help="Of the ranks, as 1,1,0.5; 1 is as profiled.")
+    ] = None,
+    tied: Annotated[
+        TiedWeights, typer.Option(help="Layers that share weights.")
+    ] = TiedWeights.auto,
+    time_limit: Annotated[float, typer.Option(help="Seconds to search at most.")] = 60.0,
+    json_: Annotated[
+        bool, typer.Option("--json", help="One JSON object on standard output.")
+    ] = False,
+) -> None:
+    """Balance layers over stages, and prove how good the balance is."""
+    from pipelane.catalogue import build_schedule
+    from pipelane.formats import read_graph
+    from pipelane.memory import in_flight
+    from pipelane.partition import partition
+    from pipelane.views.tables import PartitionTable
+
+    source = read_graph(file)
+    if chunks < 1 or k < 1:
+        raise ConfigError(f"-k and -v must be at least 1, got {k} and {chunks}")
+    link = _link(source, comm, bandwidth, latency)
+    m = 4 * k if microbatches is None else microbatches
+    limit = None if memory is None else parse_bytes(memory)
+    name = schedule or ("1f1b" if chunks == 1 else _FOR_CHUNKS[placement or Placement.looped])
+    ranks: Sequence[int] | None = None
+    if chunks > 1 and placement is not None:
+        snake = placement is Placement.v
+        ranks = [k - 1 - s % k if snake and (s // k) % 2 else s % k for s in range(k * chunks)]
+    elif chunks > 1:
+        ranks = build_schedule(name, k, m, chunks).placement
+    try:
+        made = partition(
+            source,
+            k * chunks,
+            link=link,
+            at_most=not exactly and chunks == 1,
+            communication="both" if comm else "none",
+            memory=limit,
+            in_flight=in_flight(name, m, chunks) if limit is not None else None,
+            speeds=_numbers(speeds, k),
+            recompute=recompute,
+            placement=ranks,
+            tied=tied.value,
+            microbatches=m,
+            time_limit=time_limit,
+        )
+    except PartitionError as error:
+        if not json_:
+            raise
+        print(json.dumps({"stages": None, "bottleneck": None, "reason": str(error)}))
+        raise typer.Exit(1) from None
+    if json_:
+        print(json.dumps(_as_json(made)))
+        return
+    Console(highlight=False).print(PartitionTable(made))
+
+
+def _link(source: Any, comm: bool, bandwidth: str | None, latency: float) -> Link | None:
+    if not comm:
+        if bandwidth is not None or latency:
+            raise ConfigError("--bandwidth and --latency say what --comm costs; add --comm")
+        return None
+    if bandwidth is not None:
+        if not hasattr(source, "layers") and source.graph.get("unit", "s") != "s":
+            raise ConfigError(
+                f"the file's times are in {source.graph['unit']}, and --bandwidth gives seconds; "
+                "leave --bandwidth out to price communication as the file does"
+            )
+        return Link(latency, parse_bytes(bandwidth))
+    if hasattr(source, "layers"):
+        raise ConfigError("a profile does not know the network; add --bandwidth, such as 25e9")
+    return Link(latency) if latency else None
+
+
+def _numbers(text: str | None, count: int) -> list[float] | None:
+    if text is None:
+        return None
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--speeds must be numbers such as 1,1,0.5, got {text!r}") from None
+    if len(found) != count:
+        raise ConfigError(f"--speeds has {len(found)} numbers for {count} ranks")
+    return found
+
+
+def _as_json(made: Partition) -> dict[str, object]:
+    names = Counter(name for stage in made.stages for name in stage)
+    unique = all(count == 1 for count in names.values())
+    listed = made.stages if unique or not made.nodes else made.nodes
+    return {
+        "stages": [list(stage) for stage in listed],
+        "stage_costs": list(made.stage_seconds),
+        "bottleneck": made.bottleneck,
+        "lower_bound": made.lower_bound,
+        "bound": made.bound_reason,
+        "exact": made.exact,
+        "method": made.method,
+        "seconds": made.seconds,
+        "unit": made.unit,
+        "placement": list(made.placement) or list(range(len(made.stages))),
+        "recompute": [load.recompute for load in made.loads],
+        "memory_bytes": [load.memory_bytes for load in made.loads],
+        "notes": list(made.notes),
+    }

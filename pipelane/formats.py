@@ -1,0 +1,328 @@
+"""Read graphs from files: our own JSON, a saved profile, and three public formats.
+
+- dnn-partitioning (Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph
+  Operators", NeurIPS 2020): JSON with ``fpgaLatency`` and ``colorClass`` per node.
+- PipeDream (Narayanan et al., SOSP 2019): text, ``node1 -- Conv2d() -- forward_compute_time=..``.
+- Piper (Tarnawski et al., NeurIPS 2021): JSON with ``TMPCs`` per node.
+
+Times stay in the unit of the file, which ``graph.graph["unit"]`` names.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipelane.errors import ConfigError, PartitionError
+from pipelane.graph import Tensor, build_graph, graph_from_json
+
+if TYPE_CHECKING:
+    import networkx
+
+    from pipelane.profile import Profile
+
+__all__ = ["read_dnn_partitioning", "read_graph", "read_pipedream", "read_piper"]
+
+#: Bytes per second with which PipeDream's profiles are priced.
+PIPEDREAM_BANDWIDTH = 12e9
+
+
+def read_graph(path: str | Path) -> networkx.DiGraph | Profile:
+    """Read a graph or a profile; the format is recognised by what is in the file.
+
+    Raises:
+        ConfigError: the file cannot be read or has none of the formats; names file and line or
+            entry, and what was expected.
+        PartitionError: it was read and is no valid graph.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    where = str(path)
+    if not text.lstrip().startswith("{"):
+        return read_pipedream(text, where)
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from None
+    kind = data.get("kind")
+    if kind == "pipelane.profile":
+        from pipelane.profile import Profile  # which needs torch
+
+        try:
+            return Profile.from_json(text)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+    if kind == "pipelane.graph":
+        return graph_from_json(text, where)
+    nodes = data.get("nodes")
+    first = nodes[0] if isinstance(nodes, list) and nodes else None
+    if isinstance(first, dict) and "fpgaLatency" in first:
+        return read_dnn_partitioning(text, where)
+    if isinstance(first, dict) and "TMPCs" in first:
+        return read_piper(text, where)
+    raise ConfigError(
+        f"{where}: this JSON is none of the known formats; expected kind 'pipelane.graph' or "
+        "'pipelane.profile', or nodes with 'fpgaLatency' (dnn-partitioning) or 'TMPCs' (Piper)"
+    )
+
+
+def read_dnn_partitioning(text: str, where: str = "graph") -> networkx.DiGraph:
+    """A graph of the dnn-partitioning collection, times in ms.
+
+    A forward node and the backward nodes of the same ``colorClass`` are one colocation group. The
+    time of a node is its ``fpgaLatency``. What leaves its stage costs ``cost``. Forward edges
+    order the stages, and backward edges do so the other way round, unless the file writes them in
+    the direction of the forward edges, as those made from layer graphs do.
+
+    Args:
+        text: the file.
+        where: what to call it in messages.
+    """
+    data = _object(text, where)
+    found: dict[Hashable, dict[str, Any]] = {}
+    backward: set[Hashable] = set()
+    groups: dict[Hashable, list[Hashable]] = {}
+    names = Counter(entry.get("name") for entry in _list(data, "nodes", where))
+    for number, entry in enumerate(_list(data, "nodes", where)):
+        place = f"{where}, node {number}"
+        node = _key(entry, "id", place)
+        if node in found:
+            raise ConfigError(f"{place}: a second node with id {node!r}")
+        seconds = _number(entry, "fpgaLatency", place)
+        is_backward = bool(entry.get("isBackwardNode"))
+        found[node] = {
+            "forward": 0.0 if is_backward else seconds,
+            "backward": seconds if is_backward else 0.0,
+            "static_bytes": _number(entry, "size", place, 0.0),
+        }
+        if names[entry.get("name")] == 1 and "name" in entry:
+            found[node]["name"] = entry["name"]
+        if is_backward:
+            backward.add(node)
+        if entry.get("colorClass") is not None:
+            groups.setdefault(entry["colorClass"], []).append(node)
+    color = {node: c for c, nodes in groups.items() for node in nodes}
+    outputs: dict[Hashable, dict[Hashable, float]] = {}
+    for number, entry in enumerate(_list(data, "edges", where)):
+        place = f"{where}, edge {number}"
+        source, target = _key(entry, "sourceId", place), _key(entry, "destId", place)
+        for end in (source, target):
+            if end not in found:
+                raise PartitionError(f"{place}: there is no node {end!r}")
+        outputs.setdefault(source, {})[target] = _number(entry, "cost", place, 0.0)
+    forward = {
+        (color.get(a, a), color.get(b, b))
+        for a, targets in outputs.items()
+        for b in targets
+        if a not in backward and b not in backward
+    }
+    along = against = 0
+    for a, targets in outputs.items():
+        for b in targets:
+            if a in backward and b in backward:
+                pair = (color.get(a, a), color.get(b, b))
+                along += pair in forward
+                against += pair[::-1] in forward
+    order = []
+    tensors = []
+    for source, targets in outputs.items():
+        both = source in backward
+        ordering = [to for to in targets if (to in backward) == both]
+        if not both or along > against:
+            order += [(source, to) for to in ordering]
+        else:
+            order += [(to, source) for to in ordering]
+        # One output; should the file give its edges several costs, each cost is a part of it.
+        for cost in sorted(set(targets.values())):
+            consumers = tuple(to for to in targets if targets[to] == cost)
+            if cost:
+                tensors.append(Tensor(source, consumers, seconds=cost, orders=False))
+    return build_graph(found, tensors, order=order, colocate=groups.values(), unit="ms")
+
+
+_NODE = re.compile(r"^(?P<id>\S+) -- (?P<kind>.*) -- (?P<values>[^-].*=.*)$")
+_EDGE = re.compile(r"^\s+(?P<source>\S+) -- (?P<target>\S+)\s*$")
+_VALUE = re.compile(r"(\w+)=(\[[^\]]*\]|[^,\s]+)")
+
+
+def read_pipedream(text: str, where: str = "graph") -> networkx.DiGraph:
+    """A profile as PipeDream writes it, times in ms.
+
+    Nodes whose description starts with ``Input`` are dropped. A node's output has
+    ``activation_size`` bytes (a list is added up) and is priced at 12e9 bytes/s each way.
+
+    Args:
+        text: the file.
+        where: what to call it in messages.
+    """
+    found: dict[Hashable, dict[str, Any]] = {}
+    sizes: dict[Hashable, float] = {}
+    dropped: set[Hashable] = set()
+    consumers: dict[Hashable, list[Hashable]] = {}
+    ends: list[tuple[int, Hashable]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        place = f"{where}, line {number}"
+        if not line.strip():
+            continue
+        if edge := _EDGE.match(line):
+            consumers.setdefault(edge["source"], []).append(edge["target"])
+            ends += [(number, edge["source"]), (number, edge["target"])]
+            continue
+        entry = _NODE.match(line)
+        if entry is None:
+            raise ConfigError(
+                f"{place}: expected 'node1 -- Description -- forward_compute_time=1.5, "
+                "backward_compute_time=2.5, activation_size=4096, parameter_size=1024' or, behind "
+                f"a tab, 'node1 -- node2'; got {line[:80]!r}"
+            )
+        node = entry["id"]
+        if node in found or node in dropped:
+            raise ConfigError(f"{place}: a second node {node!r}")
+        if entry["kind"].startswith("Input"):
+            dropped.add(node)
+            continue
+        values = dict(_VALUE.findall(entry["values"]))
+        sizes[node] = _sizes(values, "activation_size", place)
+        found[node] = {
+            "forward": _sizes(values, "forward_compute_time", place),
+            "backward": _sizes(values, "backward_compute_time", place),
+            "parameter_bytes": _sizes(values, "parameter_size", place),
+            "activation_bytes": sizes[node],
+        }
+    if not found:
+        raise ConfigError(f"{where}: no node found; expected lines 'node1 -- Description -- ...'")
+    for number, end in ends:
+        if end not in found and end not in dropped:
+            raise PartitionError(f"{where}, line {number}: there is no node {end!r}")
+    tensors = [
+        Tensor(
+            source,
+            tuple(targets),
+            bytes=sizes[source],
+            seconds=2e3 * sizes[source] / PIPEDREAM_BANDWIDTH,
+        )
+        for source, targets in consumers.items()
+        if source in found
+    ]
+    return build_graph(found, tensors, unit="ms")
+
+
+def _sizes(values: Mapping[str, str], key: str, place: str) -> float:
+    """A number, or the sum of a list ``[a; b; c]``."""
+    if key not in values:
+        raise ConfigError(f"{place}: {key} is missing")
+    try:
+        total = sum(float(part) for part in values[key].strip("[]").split(";") if part.strip())
+    except ValueError:
+        total = math.nan
+    return _checked(total, values[key], f"{place}: {key}")
+
+
+def read_piper(text: str, where: str = "graph") -> networkx.DiGraph:
+    """A graph of the Piper collection: degree 1, variant ``vanilla``; seconds per sample.
+
+    ``memoryUsageA`` is what a stage holds per micro-batch, ``memoryUsageB`` what it holds anyway.
+
+    Args:
+        text: the file.
+        where: what to call it in messages.
+    """
+    data = _object(text, where)
+    bandwidth = _number(data, "bandwidth", where, math.inf)
+    found: dict[Hashable, dict[str, Any]] = {}
+    names = Counter(entry.get("name") for entry in _list(data, "nodes", where))
+    for number, entry in enumerate(_list(data, "nodes", where)):
+        place = f"{where}, node {number}"
+        node = _key(entry, "id", place)
+        if node in found:
+            raise ConfigError(f"{place}: a second node with id {node!r}")
+        variants = entry.get("TMPCs", {}).get("1", [])
+        plain = next((v for v in variants if v.get("id") == "vanilla"), None)
+        if plain is None:
+            raise ConfigError(f"{place}: no variant 'vanilla' of degree 1 under 'TMPCs'")
+        found[node] = {
+            "seconds": _number(plain, "timePerSample", place),
+            "parameter_bytes": _number(plain, "parameterSize", place, 0.0),
+            "static_bytes": _number(plain, "memoryUsageB", place),
+            "activation_bytes": _number(plain, "memoryUsageA", place),
+        }
+        if names[entry.get("name")] == 1 and "name" in entry:
+            found[node]["name"] = entry["name"]
+    outputs: dict[Hashable, dict[Hashable, float]] = {}
+    for number, entry in enumerate(_list(data, "edges", where)):
+        place = f"{where}, edge {number}"
+        source, target = _key(entry, "sourceId", place), _key(entry, "destId", place)
+        for end in (source, target):
+            if end not in found:
+                raise PartitionError(f"{place}: there is no node {end!r}")
+        outputs.setdefault(source, {})[target] = _number(entry, "communicationCost", place, 0.0)
+    tensors = [
+        Tensor(
+            source,
+            tuple(to for to in targets if targets[to] == size),
+            bytes=size,
+            seconds=2 * size / bandwidth,
+        )
+        for source, targets in outputs.items()
+        for size in sorted(set(targets.values()))
+    ]
+    return build_graph(found, tensors)
+
+
+def _object(text: str, where: str) -> dict[str, Any]:
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where}: expected an object, got {type(data).__name__}")
+    return data
+
+
+def _list(data: Mapping[str, Any], key: str, where: str) -> list[dict[str, Any]]:
+    found = data.get(key)
+    if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
+        raise ConfigError(f"{where}: {key!r} must be a list of objects")
+    return found
+
+
+def _key(entry: Mapping[str, Any], key: str, place: str) -> Hashable:
+    value = entry.get(key)
+    if not isinstance(value, (int, str)):
+        raise ConfigError(f"{place}: {key!r} must be a number or text, got {value!r}")
+    return value
+
+
+def _number(entry: Mapping[str, Any], key: str, place: str, default: float | None = None) -> float:
+    value = entry.get(key, default)
+    if value is None:
+        raise ConfigError(f"{place}: {key!r} is missing")
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if number == default:
+        return number
+    return _checked(number, value, f"{place}: {key}")
+
+
+def _checked(number: float, value: object, what: str) -> float:
+    if not (math.isfinite(number) and number >= 0):
+        raise ConfigError(f"{what} must be a finite number >= 0, got {value!r}")
+    return number
+
+
+#: What :func:`read_graph` knows, for help texts.
+FORMATS: dict[str, Callable[[str, str], Any]] = {
+    "dnn-partitioning": read_dnn_partitioning,
+    "PipeDream": read_pipedream,
+    "Piper": read_piper,
+}
