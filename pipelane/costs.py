@@ -43,7 +43,8 @@ class Costs:
         weight_grad: seconds of W; a whole backward B takes ``input_grad + weight_grad``.
         boundary_bytes: bytes sent from stage s to s + 1 (the gradient back has the same size);
             one entry per boundary, ``stages - 1`` in all; empty means 0.
-        activation_bytes: bytes held from F to the end of the backward, per stage; empty means 0.
+        activation_bytes: bytes held from F to B or I, per stage; empty means 0.
+        weight_grad_bytes: bytes of these held on from I to W; empty means all of them.
         link: the connection between any two ranks.
         links: exceptions to it, by (sender rank, receiver rank).
     """
@@ -53,6 +54,7 @@ class Costs:
     weight_grad: tuple[float, ...]
     boundary_bytes: tuple[float, ...] = ()
     activation_bytes: tuple[float, ...] = ()
+    weight_grad_bytes: tuple[float, ...] = ()
     link: Link = field(default_factory=Link)
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
 
@@ -66,6 +68,7 @@ class Costs:
             "weight_grad": stages,
             "boundary_bytes": stages - 1,
             "activation_bytes": stages,
+            "weight_grad_bytes": stages,
         }
         for name, length in expected.items():
             values: Sequence[float] = getattr(self, name)

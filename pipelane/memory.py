@@ -7,9 +7,10 @@ from functools import cache
 
 from pipelane.actions import Kind
 from pipelane.catalogue import build_schedule
+from pipelane.costs import Costs
 from pipelane.schedule import Schedule
 
-__all__ = ["in_flight", "stage_peaks"]
+__all__ = ["in_flight", "peak_bytes", "stage_peaks"]
 
 
 def stage_peaks(schedule: Schedule) -> tuple[int, ...]:
@@ -27,6 +28,32 @@ def stage_peaks(schedule: Schedule) -> tuple[int, ...]:
                     peaks[part.stage] = max(peaks[part.stage], alive[part.stage])
                 elif part.kind in (Kind.B, Kind.W):
                     alive[part.stage] -= 1
+    return tuple(peaks)
+
+
+def peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
+    """Per rank, the most bytes of activations alive at once.
+
+    F adds a stage's ``activation_bytes``; B frees them; I leaves ``weight_grad_bytes``, which W
+    frees.
+    """
+    stages = range(costs.stages)
+    held = [costs.activation_bytes[s] if costs.activation_bytes else 0.0 for s in stages]
+    kept = list(costs.weight_grad_bytes) or held
+    change = {
+        Kind.F: held,
+        Kind.B: [-size for size in held],
+        Kind.I: [after - before for before, after in zip(held, kept, strict=True)],
+        Kind.W: [-size for size in kept],
+    }
+    peaks = []
+    for order in schedule.orders:
+        used = peak = 0.0
+        for action in order:
+            for part in action.flat():
+                used += change[part.kind][part.stage]
+                peak = max(peak, used)
+        peaks.append(peak)
     return tuple(peaks)
 
 
