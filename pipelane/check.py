@@ -4,30 +4,41 @@
 was made; it proves the strongest property that a transport may need: with **rendezvous**
 communication and one queue per rank (a send ends only when its receive has been reached, nothing
 is buffered, nothing overlaps) the program still ends. Every weaker transport is then safe too.
+:func:`deadlocks` says for each of :data:`pipelane.semantics.SEMANTICS` whether it holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
-from pipelane.actions import COMMUNICATION, COMPUTE, Action, Kind
+from pipelane.actions import COMPUTE, Action, Kind
 from pipelane.errors import CheckError
 from pipelane.program import (
     Instruction,
     Program,
+    Result,
     check_placement,
     dependencies,
     lower,
     message_of,
     misplaced,
     result_of,
-    wait_chain,
 )
 from pipelane.schedule import Schedule
+from pipelane.semantics import (
+    SEMANTICS,
+    Messages,
+    Verdict,
+    channels_agree,
+    play,
+    trace_messages,
+    verdict,
+)
 
-__all__ = ["Certificate", "check", "peak_activations", "verify_program"]
+__all__ = ["Certificate", "Verdict", "check", "deadlocks", "peak_activations", "verify_program"]
 
 # One bit a kind: what a stage has done, or is to do, for a micro-batch.
 _BIT = {Kind.F: 1, Kind.B: 2, Kind.I: 4, Kind.W: 8}
@@ -46,6 +57,7 @@ class Certificate:
         messages: number of point-to-point messages.
         peak_activations: per rank, the most chunks of activations alive at once.
         statement: the proof in one sentence.
+        verdicts: whether the program can deadlock, for each way of carrying messages.
     """
 
     schedule: str
@@ -56,6 +68,7 @@ class Certificate:
     messages: int
     peak_activations: tuple[int, ...]
     statement: str
+    verdicts: tuple[Verdict, ...] = ()
 
 
 def check(schedule: Schedule, *, forward_only: bool = False) -> Certificate:
@@ -74,18 +87,24 @@ def check(schedule: Schedule, *, forward_only: bool = False) -> Certificate:
     check_placement(schedule)
     _check_complete(schedule, forward_only)
     program = lower(schedule)
-    computes, messages = verify_program(program)
+    streams = _check_streams(program)
+    _finish(program, streams)
+    verdicts = _verdicts(trace_messages(program))
+    for found in verdicts:
+        if not found.safe:
+            raise CheckError(_refusal(program, found))
     shape = schedule.shape
     return Certificate(
         schedule.name,
         shape.ranks,
         shape.microbatches,
         shape.chunks,
-        computes,
-        messages,
+        streams.computes,
+        streams.messages,
         peak_activations(schedule.orders),
         "all ranks' programs are parts of one total order in which each send and its receive are "
         "one point, so they cannot deadlock, not even with rendezvous sends and one queue per rank",
+        verdicts,
     )
 
 
@@ -121,7 +140,11 @@ def _check_complete(schedule: Schedule, forward_only: bool) -> None:
                     f"{where}, rank {rank}: {action} is not a compute action; communication is "
                     "derived, leave it out"
                 )
-            work.add(rank, _parts(where, rank, action))
+            if not action.parts and action.kind is not Kind.OVERLAP:
+                work.add(rank, action)
+            else:
+                for part in _parts(where, rank, action):
+                    work.add(rank, part)
     work.finish(forward_only)
 
 
@@ -146,24 +169,28 @@ class _Work:
         self.where = where
         self.placement = placement
         self.microbatches = microbatches
-        self.masks: dict[tuple[int, int], int] = {}  # (stage, micro-batch) -> bits of kinds
+        # By stage * m + micro-batch: bits of kinds.
+        self.masks = bytearray(len(placement) * microbatches)
 
-    def add(self, rank: int, parts: Iterable[Action | Instruction]) -> None:
-        for part in parts:
-            if fault := misplaced(part, rank, self.placement, self.microbatches):
-                raise CheckError(f"{self.where}, {fault}")
-            slot, bit = (part.stage, part.microbatch), _BIT[part.kind]
-            mask = self.masks.get(slot, 0)
-            if mask & bit:
-                raise CheckError(f"{self.where}, rank {rank}: {part} appears twice")
-            self.masks[slot] = mask | bit
+    def add(self, rank: int, part: Action | Instruction) -> None:
+        kind, stage, number = part[:3]
+        m, placement = self.microbatches, self.placement
+        if not (0 <= stage < len(placement) and 0 <= number < m and placement[stage] == rank):
+            raise CheckError(f"{self.where}, {misplaced(part, rank, placement, m)}")
+        slot, bit = stage * m + number, _BIT[kind]
+        mask = self.masks[slot]
+        if mask & bit:
+            raise CheckError(f"{self.where}, rank {rank}: {part} appears twice")
+        self.masks[slot] = mask | bit
 
     def finish(self, forward_only: bool) -> None:
         """Raise unless every stage has all of its work for every micro-batch."""
         complete = _EVALUATED if forward_only else _TRAINED
+        if set(self.masks) <= set(complete):
+            return
         for stage, rank in enumerate(self.placement):
             for number in range(self.microbatches):
-                mask = self.masks.get((stage, number), 0)
+                mask = self.masks[stage * self.microbatches + number]
                 if mask not in complete:
                     fault = self._fault(stage, number, mask, forward_only)
                     raise CheckError(f"{self.where}, rank {rank}: {fault}")
@@ -184,15 +211,19 @@ class _Work:
         )
 
 
-def verify_program(program: Program) -> tuple[int, int]:
-    """Prove that a program ends under rendezvous communication with one queue per rank.
+def verify_program(
+    program: Program, semantics: str = "rendezvous", *, buffers: int = 1
+) -> tuple[int, int]:
+    """Prove that a program ends; by default with rendezvous messages and one queue per rank.
 
-    Plays the program: a compute runs when its inputs are there, a send and its receive run
-    together when both ranks have reached them. Runs in any order lead to the same end, because
-    each rank has exactly one next instruction, so one play-through decides. It also checks that
-    every stage does its work for every micro-batch, once and on its own rank, that every compute
-    finds its inputs computed or received before it, and that each message goes, once, from the
-    rank that makes it to the rank that needs it.
+    Also checks that every stage does its work for every micro-batch, once and on its own rank, that
+    every compute finds its inputs computed or received before it, and that each message goes,
+    once, from the rank that makes it to the rank that needs it. Linear in the program's length.
+
+    Args:
+        program: any instruction stream.
+        semantics: one of :data:`pipelane.semantics.SEMANTICS`.
+        buffers: messages that a channel holds, for ``k-buffered``.
 
     Returns:
         The number of compute instructions and of messages.
@@ -200,62 +231,144 @@ def verify_program(program: Program) -> tuple[int, int]:
     Raises:
         CheckError: with the rank and the instruction at fault, or with the wait-for cycle, rank
             by rank.
+        ConfigError: the semantics is unknown, or buffers is below 0.
+    """
+    streams = _check_streams(program)
+    found = play(trace_messages(program), semantics, buffers=buffers)
+    if not found.safe:
+        raise CheckError(_refusal(program, found))
+    _finish(program, streams)
+    return streams.computes, streams.messages
+
+
+def _refusal(program: Program, found: Verdict) -> str:
+    how = "" if found.semantics == "rendezvous" else f" where {found.assumption}"
+    return f"program {program.name!r} can deadlock{how}:\n{found.reason}"
+
+
+def deadlocks(program: Program, *, buffers: int = 1) -> tuple[Verdict, ...]:
+    """Whether a program can deadlock, for each of :data:`pipelane.semantics.SEMANTICS`.
+
+    A program that ends under rendezvous ends with buffers too, and where the ends of each channel
+    have the same order also with FIFO channels and over pipelane's transport: let each rank go as
+    far as it does there, and everything that an instruction may wait for has happened. Only
+    programs that do not end under rendezvous are played once for each semantics.
+
+    Raises:
+        CheckError: the program is malformed: work or messages are missing, double or misplaced.
+    """
+    _finish(program, _check_streams(program))
+    return _verdicts(trace_messages(program), buffers)
+
+
+def _verdicts(messages: Messages, buffers: int = 1) -> tuple[Verdict, ...]:
+    strongest = play(messages, SEMANTICS[0])
+    if not strongest.safe:
+        rest = SEMANTICS[1:]
+        return (strongest, *(play(messages, name, buffers=buffers) for name in rest))
+    fifo = channels_agree(messages)
+    orders = {"fifo": fifo.reason, "pipelane": fifo.reason}
+    return tuple(verdict(name, orders.get(name, ""), buffers=buffers) for name in SEMANTICS)
+
+
+def _finish(program: Program, streams: _Streams) -> None:
+    """Raise unless all work and all messages are there, with both ends."""
+    if streams.unmatched is not None:
+        raise CheckError(f"program {program.name!r}, {streams.unmatched}")
+    streams.work.finish(program.forward_only)
+
+
+def _check_streams(program: Program) -> _Streams:
+    """Each rank's stream by itself.
+
+    Whether inputs are there before a compute does not depend on how the ranks proceed: results of
+    a stage are made on its own rank only, and messages come in at receives.
     """
     streams, placement, where = program.streams, program.placement, f"program {program.name!r}"
     _check_stages(program)
-    m, routes = program.microbatches, _routes(placement)
+    m, last, routes = program.microbatches, program.stages - 1, _routes(program)
+    back = program.stages * m  # results are numbered stage * m + micro-batch, gradients from here
     work = _Work(where, placement, m)
-    at = [0] * len(streams)
-    done: set[tuple[Kind, int, int]] = set()  # what computes that ran made
-    received: set[tuple[Kind, int, int]] = set()
-    reached: dict[tuple[Kind, int, int], int] = {}  # message -> rank waiting at its one end
-    computes = messages = 0
-    ready = list(range(len(streams)))
-    while ready:
-        rank = ready.pop()
-        stream = streams[rank]
-        while at[rank] < len(stream):
-            instruction = stream[at[rank]]
-            kind = instruction.kind
+    made, sent, received = bytearray(2 * back), bytearray(2 * back), bytearray(2 * back)
+    # Where the input of a stage's forward, and of its backward, is found.
+    remote = [a != b for a, b in pairwise(placement)]
+    inputs = [made, *(received if there else made for there in remote)]
+    grads = [*(received if there else made for there in remote), made]
+    computes = 0
+    for rank, stream in enumerate(streams):
+        for instruction in stream:
+            kind, stage, number, peer, parts = instruction
             if kind in COMPUTE:
-                parts = _parts(where, rank, instruction)
-                work.add(rank, parts)
-                for part in parts:
-                    for need in dependencies(part, program.stages):
-                        local = placement[need[1]] == rank
-                        if need not in (done if local else received):
-                            raise CheckError(f"{where}, {_late(rank, instruction, need, local)}")
-                done.update(map(result_of, parts))
                 computes += 1
-                at[rank] += 1
-                continue
-            if kind not in COMMUNICATION:
-                at[rank] += 1
-                continue
-            route = routes.get((kind, instruction.stage))
-            if route != (rank, instruction.peer) or not 0 <= instruction.microbatch < m:
-                raise CheckError(f"{where}, {_wrong_route(program, rank, instruction)}")
-            message = message_of(instruction)
-            if message not in done and kind.is_send:
-                raise CheckError(
-                    f"{where}, rank {rank}: {instruction} sends what was not computed before it"
+                runs: Sequence[Action | Instruction] = (instruction,)
+                if parts or kind is Kind.OVERLAP:
+                    runs = _parts(where, rank, instruction)
+                for part in runs:
+                    work.add(rank, part)
+                    kind, stage, number = part[:3]
+                    slot = stage * m + number
+                    if kind is Kind.F:
+                        there = stage == 0 or inputs[stage][slot - m]
+                    elif kind is Kind.W:
+                        there = made[back + slot]
+                    else:
+                        there = made[slot] and (stage == last or grads[stage][back + slot + m])
+                    if not there:
+                        raise CheckError(f"{where}, {_late(program, rank, instruction)}")
+                for part in runs:
+                    if part.kind is not Kind.W:
+                        slot = part.stage * m + part.microbatch
+                        made[slot if part.kind is Kind.F else slot + back] = 1
+            elif (ways := routes.get(kind)) is not None:
+                way = ways.get(stage)
+                if way is None or way[0] != rank or way[1] != peer or not 0 <= number < m:
+                    raise CheckError(f"{where}, {_wrong_route(program, rank, instruction)}")
+                slot = way[2] + number
+                if kind is Kind.SEND_F or kind is Kind.SEND_B:
+                    seen = sent
+                    if not made[slot]:
+                        raise CheckError(
+                            f"{where}, rank {rank}: {instruction} sends what was not computed "
+                            "before it"
+                        )
+                else:
+                    seen = received
+                if seen[slot]:
+                    raise CheckError(f"{where}, rank {rank}: {instruction} repeats a message")
+                seen[slot] = 1
+    unmatched = None if sent == received else _unmatched(program, sent, received)
+    return _Streams(work, computes, sum(sent), unmatched)
+
+
+class _Streams(NamedTuple):
+    """What was found in the streams by themselves."""
+
+    work: _Work
+    computes: int
+    messages: int
+    unmatched: str | None  # why a send or receive has no other end
+
+
+def _unmatched(program: Program, sent: bytearray, received: bytearray) -> str:
+    """The first send or receive without its other end, and how many there are."""
+    m = program.microbatches
+    wrong = [slot for slot, (a, b) in enumerate(zip(sent, received, strict=True)) if a != b]
+    for kind, ways in _routes(program).items():
+        for stage, (rank, peer, base) in ways.items():
+            if base <= wrong[0] < base + m and kind.is_send == bool(sent[wrong[0]]):
+                alone = f"{stage}{kind.value}{wrong[0] - base}"
+                to_next = kind in (Kind.SEND_F, Kind.RECV_B)
+                other = {
+                    Kind.SEND_F: Kind.RECV_F, Kind.RECV_F: Kind.SEND_F,
+                    Kind.SEND_B: Kind.RECV_B, Kind.RECV_B: Kind.SEND_B,
+                }[kind]  # fmt: skip
+                missing = f"{stage + (1 if to_next else -1)}{other.value}{wrong[0] - base}"
+                more = f" (and {len(wrong) - 1} more like it)" if len(wrong) > 1 else ""
+                return (
+                    f"rank {rank}: {alone} has no other end{more}; rank {peer} needs a {missing}, "
+                    f"or leave {alone} out"
                 )
-            if message in received:
-                raise CheckError(f"{where}, rank {rank}: {instruction} repeats a message")
-            other = reached.get(message)
-            if other is None or other == rank:
-                reached[message] = rank
-                break
-            del reached[message]
-            received.add(message)
-            messages += 1
-            at[rank] += 1
-            at[other] += 1
-            ready.append(other)
-    if any(position < len(stream) for position, stream in zip(at, streams, strict=True)):
-        raise CheckError(_deadlock(program, at))
-    work.finish(program.forward_only)
-    return computes, messages
+    raise AssertionError("every message has a route")
 
 
 def _check_stages(program: Program) -> None:
@@ -268,13 +381,19 @@ def _check_stages(program: Program) -> None:
         )
 
 
-def _routes(placement: tuple[int, ...]) -> dict[tuple[Kind, int], tuple[int, int]]:
-    """(kind, stage) of a send or receive -> the rank that it is on, and its peer."""
-    routes: dict[tuple[Kind, int], tuple[int, int]] = {}
-    for stage, (here, there) in enumerate(pairwise(placement)):
+def _routes(program: Program) -> dict[Kind, dict[int, tuple[int, int, int]]]:
+    """Kind of message, stage -> the rank that it is on, its peer, the number of micro-batch 0."""
+    m, back = program.microbatches, program.stages * program.microbatches
+    routes: dict[Kind, dict[int, tuple[int, int, int]]] = {
+        Kind.SEND_F: {}, Kind.RECV_F: {}, Kind.SEND_B: {}, Kind.RECV_B: {}
+    }  # fmt: skip
+    for stage, (here, there) in enumerate(pairwise(program.placement)):
         if here != there:
-            routes[Kind.SEND_F, stage] = routes[Kind.RECV_B, stage] = (here, there)
-            routes[Kind.RECV_F, stage + 1] = routes[Kind.SEND_B, stage + 1] = (there, here)
+            out, home = stage * m, back + (stage + 1) * m
+            routes[Kind.SEND_F][stage] = (here, there, out)
+            routes[Kind.RECV_F][stage + 1] = (there, here, out)
+            routes[Kind.SEND_B][stage + 1] = (there, here, home)
+            routes[Kind.RECV_B][stage] = (here, there, home)
     return routes
 
 
@@ -295,24 +414,25 @@ def _wrong_route(program: Program, rank: int, instruction: Instruction) -> str:
     )
 
 
-def _late(rank: int, runs: Instruction, need: tuple[Kind, int, int], local: bool) -> str:
-    kind, stage, number = need
+def _late(program: Program, rank: int, runs: Instruction) -> str:
+    """Which input of a compute is not there before it."""
+    before: set[Result] = set()
+    for instruction in program.streams[rank]:
+        if instruction == runs:
+            break
+        if instruction.kind.is_receive:
+            before.add(message_of(instruction))
+        elif instruction.kind in COMPUTE:
+            before.update(map(result_of, instruction.flat()))
+    kind, stage, number = next(
+        need
+        for part in runs.flat()
+        for need in dependencies(part, program.stages)
+        if need not in before
+    )
     what = "backward" if kind is Kind.I else "forward"
+    how = "computed" if program.placement[stage] == rank else "received"
     return (
         f"rank {rank}: {runs} needs the {what} of stage {stage}, micro-batch {number}, which was "
-        f"not {'computed' if local else 'received'} before it on this rank; reorder the rank's "
-        "actions"
+        f"not {how} before it on this rank; reorder the rank's actions"
     )
-
-
-def _deadlock(program: Program, at: Sequence[int]) -> str:
-    """The message for a program that does not end: who waits for whom."""
-
-    def wait_of(rank: int) -> tuple[str, int] | None:
-        if at[rank] == len(program.streams[rank]):
-            return None
-        stuck = program.streams[rank][at[rank]]
-        return f" waits in {stuck} for rank {stuck.peer}", stuck.peer
-
-    first = next(r for r, stream in enumerate(program.streams) if at[r] < len(stream))
-    return f"program {program.name!r} can deadlock:\n{wait_chain(first, wait_of)}"

@@ -16,9 +16,17 @@ from rich.table import Table
 from rich.text import Text
 
 import pipelane
+from pipelane.actions import COMMUNICATION
 from pipelane.bounds import makespan_bound
 from pipelane.catalogue import build_schedule, load_generator, schedule_names
-from pipelane.check import Certificate, check, peak_activations
+from pipelane.check import (
+    Certificate,
+    Verdict,
+    check,
+    deadlocks,
+    peak_activations,
+    verify_program,
+)
 from pipelane.commands import partition_
 from pipelane.costs import Costs
 from pipelane.errors import (
@@ -29,7 +37,8 @@ from pipelane.errors import (
     PipelaneError,
     ScheduleError,
 )
-from pipelane.schedule import Schedule, schedule_from_csv
+from pipelane.program import Program, program_from_rows
+from pipelane.schedule import Schedule, read_rows, schedule_from_csv, schedule_from_rows
 from pipelane.simulate import simulate
 from pipelane.timeline import Timeline
 from pipelane.views.terminal import TimelineView, require_drawable
@@ -208,9 +217,18 @@ def check_(
     file: Annotated[Path, typer.Argument(help="A schedule in torch's CSV form, a row per rank.")],
     json_: JsonFlag = False,
 ) -> None:
-    """Check a schedule: exit 0 and the certificate, or 1 and the reason."""
+    """Check a schedule: exit 0 and the certificate, or 1 and the reason.
+
+    A file with sends and receives is checked as it stands too: whether its own instruction streams
+    can deadlock, for each way of carrying messages. The answer is no if they do with sends that
+    never wait.
+    """
     try:
-        certificate = check(_read(file))
+        schedule, program = _read(file)
+        certificate = check(schedule)
+        own = () if program is None else deadlocks(program)
+        if any(v.semantics == "buffered" and not v.safe for v in own) and program is not None:
+            verify_program(program, "buffered")
     except CheckError as error:
         if not json_:
             raise
@@ -218,7 +236,7 @@ def check_(
         raise typer.Exit(1) from None
     if json_:
         facts = {"file": str(file), "valid": True, "deadlock_free": True}
-        print(json.dumps({**facts, **_certificate(certificate)}))
+        print(json.dumps({**facts, **_certificate(certificate), "own_messages": _verdicts(own)}))
         return
     print(
         f"{file}: valid. {certificate.ranks} ranks, {certificate.microbatches} micro-batches, "
@@ -227,16 +245,32 @@ def check_(
         f"{', '.join(map(str, certificate.peak_activations))}.\n"
         f"Certificate: {certificate.statement}."
     )
+    if own:
+        print("The file's own sends and receives:")
+    for found in own:
+        answer = "cannot deadlock" if found.safe else "CAN deadlock"
+        print(f"  {found.semantics:<10}  {answer} ({found.assumption})")
+        if not found.safe:
+            print("\n".join(f"            {line}" for line in found.reason.splitlines()))
 
 
-def _read(file: Path) -> Schedule:
-    """A file that can be read and is no schedule is a no, not wrong use."""
+def _verdicts(verdicts: tuple[Verdict, ...]) -> list[dict[str, object]]:
+    return [verdict._asdict() for verdict in verdicts]
+
+
+def _read(file: Path) -> tuple[Schedule, Program | None]:
+    """The schedule, and the file's own instruction streams if it has sends or receives.
+
+    A file that can be read and is no schedule is a no, not wrong use.
+    """
+    rows = read_rows(file)  # once: the file may be a pipe
     try:
-        return schedule_from_csv(file)
+        schedule = schedule_from_rows(rows, name=file.stem, where=str(file))
+        program = program_from_rows(rows, name=file.stem, where=str(file))
     except ScheduleError as error:
-        if error.__cause__ is not None:  # what kept it from being read
-            raise
         raise CheckError(str(error)) from None
+    has = any(x.kind in COMMUNICATION for stream in program.streams for x in stream)
+    return schedule, program if has else None
 
 
 def _certificate(certificate: Certificate) -> dict[str, object]:

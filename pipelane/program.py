@@ -10,14 +10,15 @@ come in the order of the sends, so transports without tags work as well.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from pipelane.actions import Action, Kind
-from pipelane.errors import CheckError
-from pipelane.schedule import Schedule
+from pipelane.actions import COMMUNICATION, Action, Kind, parse_action
+from pipelane.errors import CheckError, ScheduleError
+from pipelane.schedule import Schedule, read_rows, schedule_from_rows
 
 __all__ = [
     "Instruction",
@@ -28,6 +29,8 @@ __all__ = [
     "lower",
     "message_of",
     "misplaced",
+    "program_from_csv",
+    "program_from_rows",
     "result_of",
     "wait_chain",
 ]
@@ -219,6 +222,56 @@ def lower(schedule: Schedule) -> Program:
         placement,
         tuple(tuple(stream) for stream in streams),
         forward_only=not has_backward,
+    )
+
+
+def program_from_csv(source: str | Path, *, name: str | None = None) -> Program:
+    """Read instruction streams with their sends and receives from a CSV file, one row per rank.
+
+    This is the form of torch.distributed.pipelining with communication actions. Sizes and
+    placement follow from the compute actions, the peer of each send and receive from the
+    placement. Nothing is added and nothing reordered: :func:`pipelane.check.verify_program` and
+    :func:`pipelane.check.deadlocks` say whether these very streams can deadlock. A file of compute
+    actions gives a program without messages.
+
+    Raises:
+        ScheduleError: the file cannot be read, or a cell is not an action, or a stage is on two
+            ranks, or a send or receive has no stage at its other end, or is between stages of one
+            rank; the message names file, row and cell.
+    """
+    path = Path(source)
+    return program_from_rows(read_rows(path), name=name or path.stem, where=str(path))
+
+
+def program_from_rows(
+    rows: Sequence[Sequence[str]], *, name: str, where: str = "program"
+) -> Program:
+    """Build a program from rows of action strings, as :func:`program_from_csv` does."""
+    schedule = schedule_from_rows(rows, name=name, where=where)
+    placement, stages = schedule.placement, schedule.shape.stages
+    streams = []
+    for rank, row in enumerate(rows):
+        stream = []
+        for column, cell in enumerate(row):
+            if not cell.strip():
+                continue
+            action = parse_action(cell)
+            peer = -1
+            if action.kind in COMMUNICATION:
+                to = action.stage + (1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1)
+                fault = misplaced(action, rank, placement, schedule.shape.microbatches)
+                if fault is None and not 0 <= to < stages:
+                    fault = f"rank {rank}: {action} has no stage at its other end"
+                if fault is None and placement[to] == rank:
+                    fault = f"rank {rank}: {action} is not needed, stage {to} is on the same rank"
+                if fault is not None:
+                    raise ScheduleError(f"{where}, row {rank + 1}, cell {column + 1}: {fault}")
+                peer = placement[to]
+            stream.append(Instruction(*action[:3], peer, action.parts))
+        streams.append(tuple(stream))
+    forwards = all(a.kind is Kind.F for order in schedule.orders for a in order)
+    return Program(
+        schedule.name, stages, schedule.shape.microbatches, placement, tuple(streams), forwards
     )
 
 

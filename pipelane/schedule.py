@@ -133,6 +133,22 @@ def rows_to_csv(rows: Sequence[Sequence[Action]]) -> str:
     return out.getvalue()
 
 
+def read_rows(path: Path) -> list[list[str]]:
+    """The cells of a CSV file, a row per rank, without empty lines at the end.
+
+    Raises:
+        ScheduleError: the file cannot be read.
+    """
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets write a BOM
+            rows = list(csv.reader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ScheduleError(f"cannot read the schedule {path}: {error}") from error
+    while rows and not rows[-1]:
+        rows.pop()
+    return rows
+
+
 def schedule_from_csv(source: str | Path, *, name: str | None = None) -> Schedule:
     """Read a schedule from a CSV file, one row per rank.
 
@@ -146,14 +162,7 @@ def schedule_from_csv(source: str | Path, *, name: str | None = None) -> Schedul
             ranks; the message names file, row and column.
     """
     path = Path(source)
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets write a BOM
-            rows = list(csv.reader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ScheduleError(f"cannot read the schedule {path}: {error}") from error
-    while rows and not rows[-1]:
-        rows.pop()
-    return schedule_from_rows(rows, name=name or path.stem, where=str(path))
+    return schedule_from_rows(read_rows(path), name=name or path.stem, where=str(path))
 
 
 def schedule_from_rows(

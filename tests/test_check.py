@@ -481,8 +481,8 @@ def test_a_deadlock_shows_the_cycle_rank_by_rank() -> None:
         verify_program(program)
     assert str(caught.value).splitlines() == [
         "program 'crossed' can deadlock:",
-        "  rank 0 waits in 3RECV_F0 for rank 1",
-        "  rank 1 waits in 1RECV_F0 for rank 0",
+        "  rank 0 waits in 3RECV_F0 (#1) for rank 1: 2SEND_F0 (#3)",
+        "  rank 1 waits in 1RECV_F0 (#0) for rank 0: 0SEND_F0 (#2)",
     ]
     verify_program(crossed("0F0 0SEND_F0 3RECV_F0 3F0", "1RECV_F0 1F0 2F0 2SEND_F0"))
 
@@ -496,8 +496,8 @@ def test_two_sends_that_need_buffers_are_a_deadlock() -> None:
     )  # fmt: skip
     with pytest.raises(CheckError) as caught:
         verify_program(program)
-    assert "rank 0 waits in 0SEND_F1 for rank 1" in str(caught.value)
-    assert "rank 1 waits in 1SEND_B0 for rank 0" in str(caught.value)
+    assert "rank 0 waits in 0SEND_F1 (#3) for rank 1: 1RECV_F1 (#4)" in str(caught.value)
+    assert "rank 1 waits in 1SEND_B0 (#3) for rank 0: 0RECV_B0 (#4)" in str(caught.value)
     assert not run_rendezvous(program.streams, 2, random.Random(0))
 
 
@@ -505,7 +505,7 @@ def test_a_deadlock_with_a_rank_that_has_ended() -> None:
     with pytest.raises(CheckError) as caught:
         verify_program(crossed("0F0 0SEND_F0 3RECV_F0 3F0", "1RECV_F0 1F0 2F0"))
     assert str(caught.value).splitlines()[1:] == [
-        "  rank 0 waits in 3RECV_F0 for rank 1",
+        "  rank 0 waits in 3RECV_F0 (#2) for rank 1: 2SEND_F0, which it does not have",
         "  rank 1 has nothing left to do",
     ]
 
@@ -548,7 +548,7 @@ def test_a_message_by_way_of_another_rank_is_refused() -> None:
          (*stream("1RECV_F0", 0), *stream("2RECV_F0 2F0", 1))),
         forward_only=True,
     )  # fmt: skip
-    with pytest.raises(CheckError, match="rank 2: 1RECV_F0 belongs to rank 1"):
+    with pytest.raises(CheckError, match="rank 0: 0SEND_F0 names rank 2 as its peer"):
         verify_program(program)
     peer = replace(program, streams=(program.streams[0], (), ()))
     with pytest.raises(CheckError, match="0SEND_F0 names rank 2 as its peer, but stage 1 is on"):
