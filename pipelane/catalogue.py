@@ -65,7 +65,8 @@ def build_schedule(
         name: a name from :func:`schedule_names`, or a function.
         ranks: p, at least 1.
         microbatches: m, at least 1.
-        chunks: v, stages per rank; 1 if not given.
+        chunks: v, stages per rank; if not given, as many as the costs have stages, else what the
+            schedule takes by default (its attribute ``default_chunks``, 1 without).
         costs: per-stage costs, for schedules that depend on them.
         memory: bytes per rank that activations may take, for schedules that depend on it.
 
@@ -73,8 +74,12 @@ def build_schedule(
         ScheduleError: unknown name, impossible sizes, or the function failed or returned
             something else.
     """
-    shape = Shape(ranks, microbatches, 1 if chunks is None else chunks)
     generator = load_generator(name) if isinstance(name, str) else name
+    if chunks is None:
+        chunks = getattr(generator, "default_chunks", 1)
+        if costs is not None and Shape(ranks, 1) and costs.stages % ranks == 0:
+            chunks = costs.stages // ranks
+    shape = Shape(ranks, microbatches, chunks)
     label = name if isinstance(name, str) else getattr(name, "__name__", repr(name))
     if not callable(generator):
         raise ScheduleError(f"a schedule is a name or a function of a Shape, got {label}")

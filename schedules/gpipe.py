@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipelane.actions import Action, Kind
 from pipelane.schedule import Schedule, Shape
 
-from ._single import require_one_chunk
+from ._chunks import require_chunks
 
 
 def gpipe(shape: Shape) -> Schedule:
@@ -15,7 +15,7 @@ def gpipe(shape: Shape) -> Schedule:
     gradients accumulate as in one process. Makespan (m + p - 1)(f + b) for equal stages; bubble
     fraction (p - 1) / m of the work; memory: all m micro-batches' activations on every rank.
     """
-    require_one_chunk("gpipe", shape)
+    require_chunks("gpipe", shape, 1)
     orders = [
         [Action(kind, rank, i) for kind in (Kind.F, Kind.B) for i in range(shape.microbatches)]
         for rank in range(shape.ranks)

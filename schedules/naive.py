@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipelane.actions import Action, Kind
 from pipelane.schedule import Schedule, Shape
 
-from ._single import require_one_chunk
+from ._chunks import require_chunks
 
 
 def naive(shape: Shape) -> Schedule:
@@ -15,7 +15,7 @@ def naive(shape: Shape) -> Schedule:
     (arXiv 1811.06965, section 2.3). Makespan m * p * (f + b); bubble fraction p - 1 of the work;
     memory: one micro-batch's activations per rank.
     """
-    require_one_chunk("naive", shape)
+    require_chunks("naive", shape, 1)
     orders = [
         [Action(kind, rank, i) for i in range(shape.microbatches) for kind in (Kind.F, Kind.B)]
         for rank in range(shape.ranks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipelane.actions import Action, Kind
 from pipelane.schedule import Schedule, Shape
 
-from ._single import require_one_chunk
+from ._chunks import require_chunks
 
 
 def one_f_one_b(shape: Shape) -> Schedule:
@@ -18,7 +18,7 @@ def one_f_one_b(shape: Shape) -> Schedule:
     Makespan (m + p - 1)(f + b) for equal stages, as GPipe; bubble fraction (p - 1) / m of the
     work; memory: only min(p - r, m) micro-batches' activations on rank r.
     """
-    require_one_chunk("1f1b", shape)
+    require_chunks("1f1b", shape, 1)
     p, m = shape.ranks, shape.microbatches
     orders = []
     for rank in range(p):
