@@ -145,8 +145,8 @@ def _edges(tensors: Iterable[Tensor]) -> Iterator[tuple[Hashable, Hashable]]:
 def chain_graph(profile: Profile) -> networkx.DiGraph:
     """The layers as nodes 0, 1, ... and the tensors between them as edges.
 
-    Nodes have ``name``, ``forward`` and ``backward`` (seconds), ``parameter_bytes`` and
-    ``activation_bytes``; edges have ``bytes``.
+    Nodes have ``name``, ``forward`` and ``backward`` (seconds), ``parameter_bytes``,
+    ``static_bytes`` and ``activation_bytes``; edges have ``bytes``.
     """
     import networkx
 
@@ -158,6 +158,7 @@ def chain_graph(profile: Profile) -> networkx.DiGraph:
             forward=layer.forward_seconds,
             backward=layer.backward_seconds,
             parameter_bytes=layer.parameter_bytes,
+            static_bytes=layer.static_bytes,
             activation_bytes=layer.activation_bytes,
         )
         if index:

@@ -14,6 +14,7 @@ from pipelane.check import check
 from pipelane.costs import Costs, Link
 from pipelane.errors import PartitionError, ScheduleError
 from pipelane.layers import layers_of
+from pipelane.memory import stage_peaks
 from pipelane.partition import Partition, partition, validate_sizes
 from pipelane.profile import LayerProfile, Profile
 from pipelane.profile import profile as measure
@@ -22,9 +23,6 @@ from pipelane.simulate import simulate
 from pipelane.timeline import Timeline
 
 __all__ = ["Plan", "plan", "stage_costs"]
-
-#: Bytes per byte of parameters: the parameter, its gradient, and two optimizer states (Adam).
-STATIC_COPIES = 4
 
 
 @dataclass(frozen=True)
@@ -90,6 +88,7 @@ def plan(
     memory: float | None = None,
     profile: Profile | None = None,
     device: torch.device | str | None = None,
+    time_limit: float = 5.0,
 ) -> Plan:
     """Measure a model, balance it, and predict a step.
 
@@ -101,15 +100,15 @@ def plan(
         schedule: a name, a schedule, or a function that makes one.
         chunks: stages per rank, 1 if not given.
         link: connection between ranks; free if not given.
-        memory: bytes that each rank has; not checked if not given. The partition is balanced by
-            time alone and then held against it.
+        memory: bytes that each rank has; the partition keeps within it. Not limited if not given.
+        time_limit: seconds for balancing, see :func:`pipelane.partition.partition`.
         profile: an earlier profile of the model, instead of a new one.
         device: where to measure; the example's device if not given.
 
     Raises:
         ModelError, ProfileError, ScheduleError: see there.
-        PartitionError: more stages than layers, a profile of another model, or a rank needs more
-            than ``memory``; names rank, stages and missing bytes.
+        PartitionError: more stages than layers, a profile of another model, or no partition keeps
+            within ``memory``; names stages or layer and the missing bytes.
     """
     if isinstance(schedule, Schedule):
         _check_shape(schedule, ranks, microbatches, chunks)
@@ -120,7 +119,17 @@ def plan(
         profile = measure(model, example, device=device)
     else:
         _check_profile(profile, model)
-    split = partition(profile, schedule.shape.stages, link=link)
+    shape = schedule.shape
+    split = partition(
+        profile,
+        shape.stages,
+        link=link,
+        memory=memory,
+        in_flight=stage_peaks(schedule),
+        placement=schedule.placement if shape.chunks > 1 else None,
+        microbatches=shape.microbatches,
+        time_limit=time_limit,
+    )
     costs = stage_costs(profile, split.sizes, link)
     needed = _memory_bytes(profile, split.sizes, schedule)
     if memory is not None:
@@ -166,8 +175,8 @@ def _memory_bytes(profile: Profile, sizes: Sequence[int], schedule: Schedule) ->
     kept = [sum(layer.activation_bytes for layer in part) for part in parts]
     needed = []
     for rank, order in enumerate(schedule.orders):
-        parameters = sum(
-            layer.parameter_bytes for stage in schedule.stages_of(rank) for layer in parts[stage]
+        static = sum(
+            layer.static_bytes for stage in schedule.stages_of(rank) for layer in parts[stage]
         )
         alive = peak = 0
         for action in order:
@@ -177,7 +186,7 @@ def _memory_bytes(profile: Profile, sizes: Sequence[int], schedule: Schedule) ->
                     peak = max(peak, alive)
                 elif part.kind in (Kind.B, Kind.W):
                     alive -= kept[part.stage]
-        needed.append(STATIC_COPIES * parameters + peak)
+        needed.append(static + peak)
     return tuple(needed)
 
 
@@ -192,7 +201,7 @@ def _check_memory(
         for stage in schedule.stages_of(worst)
     )
     raise PartitionError(
-        f"rank {worst} with {stages} needs {needed[worst]} bytes (parameters x {STATIC_COPIES} for "
-        f"gradients and Adam's states, and its activations at peak), {needed[worst] - memory:.0f} "
+        f"rank {worst} with {stages} needs {needed[worst]} bytes (parameters, "
+        f"gradients, optimizer states, and its activations at peak), {needed[worst] - memory:.0f} "
         f"more than memory={memory:.0f}; use more ranks or smaller micro-batches"
     )

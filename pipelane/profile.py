@@ -21,6 +21,8 @@ from pipelane.layers import layers_of
 __all__ = ["LayerProfile", "Profile", "profile"]
 
 SCHEMA = 1
+#: Bytes per byte of parameters: the parameter, its gradient, and two optimizer states (Adam).
+STATIC_COPIES = 4
 _KIND = "pipelane.profile"
 
 #: A layer is measured for at least so many seconds ...
@@ -59,6 +61,11 @@ class LayerProfile:
     output_bytes: int
     output_shape: tuple[int, ...]
     output_dtype: str
+
+    @property
+    def static_bytes(self) -> int:
+        """What is held all the time: parameters, gradients, and two optimizer states (Adam)."""
+        return STATIC_COPIES * self.parameter_bytes
 
     @property
     def seconds(self) -> float:

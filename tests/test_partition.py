@@ -219,7 +219,8 @@ def test_the_graph_of_a_profile() -> None:
     graph = chain_graph(profile_of([3, 6]))
     assert validate_graph(graph) == [0, 1]
     assert graph.nodes[1] == {
-        "name": "l1", "forward": 2, "backward": 4, "parameter_bytes": 100, "activation_bytes": 50,
+        "name": "l1", "forward": 2, "backward": 4, "parameter_bytes": 100, "static_bytes": 400,
+        "activation_bytes": 50,
     }  # fmt: skip
     assert graph.edges[0, 1] == {"bytes": 1000}
 

@@ -76,13 +76,19 @@ def test_a_rank_with_several_chunks_holds_them_all() -> None:
         pipelane.plan(MODEL, X, 1, microbatches=3, schedule=one_rank, profile=EVEN)
 
 
-def test_too_little_memory_names_rank_stage_and_missing_bytes() -> None:
-    # rank 0: 800 + 3 * 150, rank 1: 800 + 2 * 350, rank 2: 800 + 1 * 550
-    with pytest.raises(
-        PartitionError, match=r"rank 1 with stage 1 \('2' to '3'\) needs 1500 bytes.* 100 more"
-    ):
-        pipelane.plan(MODEL, X, 3, microbatches=4, profile=EVEN, memory=1400)
-    assert pipelane.plan(MODEL, X, 3, microbatches=4, profile=EVEN, memory=1500)
+def test_too_little_memory_moves_layers_or_says_what_is_missing() -> None:
+    uneven = profile_of(1, 1, 1, 1, 4, 4)
+    fast = pipelane.plan(MODEL, X, 3, microbatches=4, profile=uneven)
+    assert fast.partition.sizes == (4, 1, 1)
+    assert fast.memory_bytes[0] == 4 * 400 + 3 * 500
+    tight = pipelane.plan(MODEL, X, 3, microbatches=4, profile=uneven, memory=1500)
+    assert max(tight.memory_bytes) <= 1500
+    assert tight.partition.sizes == (2, 2, 2)
+    assert tight.timeline.makespan > fast.timeline.makespan
+    with pytest.raises(PartitionError, match=r"stage \d \('\d' to '\d'\) needs \d+ bytes .* more"):
+        pipelane.plan(MODEL, X, 3, microbatches=4, profile=EVEN, memory=1000)
+    with pytest.raises(PartitionError, match=r"layer '5' needs 700 bytes"):
+        pipelane.plan(MODEL, X, 3, microbatches=4, profile=EVEN, memory=600)
 
 
 def test_measures_when_no_profile_is_given() -> None:
