@@ -28,7 +28,7 @@ from pipelane.partition.downsets import (
     stage_time,
 )
 from pipelane.partition.orders import greedy, near, topological_orders
-from pipelane.partition.problem import Problem, bits, reduced
+from pipelane.partition.problem import Item, Problem, bits, reduced
 
 __all__ = ["MOST_DOWNSETS", "Rules", "Solution", "is_plain_chain", "solve"]
 
@@ -386,22 +386,29 @@ class _State:
 
 def _refuse_impossible_items(task: _Task) -> None:
     """A layer that fits on no rank: no search needed, and a better message."""
+    if not task.limited:
+        return
+    worst: tuple[float, float, Item, Rule] | None = None
     for item in task.problem.items:
-        missing = []
+        ways = []
         for q in {task.stages} if task.exactly else range(1, task.stages + 1):
             for rule in task.rules(q):
                 held = rule.needs(item.static_bytes, item.activation_bytes)
                 if task.recompute:
                     held = min(held, item.static_bytes + item.activation_bytes)
-                missing.append((held - rule.memory, held, rule))
-        short, held, rule = min(missing, key=lambda entry: entry[0])
-        if short > 0:
-            raise PartitionError(
-                f"{_called(item.names)} needs {held:.0f} bytes by itself (static "
-                f"{item.static_bytes:.0f}, activations {item.activation_bytes:.0f} x "
-                f"{rule.in_flight} micro-batches), {short:.0f} more than the memory of "
-                f"{rule.memory:.0f}; split it, give more memory, or use smaller micro-batches"
-            )
+                ways.append((held - rule.memory, held, item, rule))
+        best = min(ways, key=lambda way: way[0])
+        if worst is None or best[0] > worst[0]:
+            worst = best
+    assert worst is not None
+    short, held, item, rule = worst
+    if short > 0:
+        raise PartitionError(
+            f"{_called(item.names)} needs {held:.0f} bytes by itself (static "
+            f"{item.static_bytes:.0f}, activations {item.activation_bytes:.0f} x "
+            f"{rule.in_flight} micro-batches), {short:.0f} more than the memory of "
+            f"{rule.memory:.0f}; split it, give more memory, or use smaller micro-batches"
+        )
 
 
 def _why_infeasible(task: _Task, tables: Sequence[Sequence[Rule]], lattice: Lattice) -> str:
