@@ -27,7 +27,7 @@ from pipelane.check import (
     peak_activations,
     verify_program,
 )
-from pipelane.commands import partition_
+from pipelane.commands import compare_, parse_bytes, partition_, read_costs
 from pipelane.costs import Costs
 from pipelane.errors import (
     CheckError,
@@ -140,12 +140,22 @@ def show(
         int | None, typer.Option("-m", "--microbatches", help="Number of micro-batches.")
     ] = None,
     chunks: Annotated[
-        int | None, typer.Option("-v", "--chunks", help="Stages per rank, 1 if not given.")
+        int | None,
+        typer.Option(
+            "-v", "--chunks", help="Stages per rank, as the schedule has it if not given."
+        ),
     ] = None,
     forward: Annotated[float, typer.Option("--f", help="Cost of a forward.")] = 1.0,
     input_grad: Annotated[float, typer.Option("--i", help="Cost of an input gradient.")] = 1.0,
     weight_grad: Annotated[float, typer.Option("--w", help="Cost of a weight gradient.")] = 1.0,
     comm: Annotated[float, typer.Option("--comm", help="Latency of a message.")] = 0.0,
+    costs_file: Annotated[
+        Path | None,
+        typer.Option("--costs", help="Seconds and bytes per stage, in JSON, instead of these."),
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Bytes of activations per rank, such as 20GiB (for auto).")
+    ] = None,
     csv: Annotated[
         Path | None, typer.Option("--csv", help="Also write the schedule in torch's CSV form.")
     ] = None,
@@ -155,18 +165,25 @@ def show(
     no_color: NoColorFlag = False,
 ) -> None:
     """Draw a schedule, a backward costing --i plus --w, and say how large its bubbles are."""
-    made = _load(schedule, ranks, microbatches, chunks)
+    costs = read_costs(costs_file)
+    limit = None if memory is None else parse_bytes(memory)
+    if limit is not None and costs is None:
+        raise ConfigError("--memory needs to know what a micro-batch holds; give it by --costs")
+    made = _load(schedule, ranks, microbatches, chunks, costs, limit)
     check(made)
-    costs = Costs.unit(
-        made.shape.stages,
-        forward=forward,
-        input_grad=input_grad,
-        weight_grad=weight_grad,
-        latency=comm,
-    )
-    timeline = simulate(made, costs, unit="")
+    if costs is None:
+        costs = Costs.unit(
+            made.shape.stages,
+            forward=forward,
+            input_grad=input_grad,
+            weight_grad=weight_grad,
+            latency=comm,
+        )
+    elif costs.stages != made.shape.stages and costs.stages == made.shape.ranks:
+        costs = costs.split(made.placement)
+    timeline = simulate(made, costs, unit="" if costs_file is None else "s")
     require_drawable(timeline)
-    bound = makespan_bound(made, costs)
+    bound = makespan_bound(made, costs, limit)
     if csv is not None:
         _write(csv, made.to_csv())
     if json_:
@@ -175,7 +192,14 @@ def show(
     _console(width, no_color).print(TimelineView(timeline, width, ascii or None, bound))
 
 
-def _load(name: str, ranks: int | None, microbatches: int | None, chunks: int | None) -> Schedule:
+def _load(
+    name: str,
+    ranks: int | None,
+    microbatches: int | None,
+    chunks: int | None,
+    costs: Costs | None,
+    memory: float | None,
+) -> Schedule:
     if name.endswith(".csv"):
         made = schedule_from_csv(name)
         for option, wanted, found in (
@@ -188,7 +212,11 @@ def _load(name: str, ranks: int | None, microbatches: int | None, chunks: int | 
         return made
     if ranks is None or microbatches is None:
         raise typer.BadParameter("a named schedule needs -p RANKS and -m MICROBATCHES")
-    return build_schedule(name, ranks, microbatches, chunks)
+    if costs is not None and chunks is None and costs.stages == ranks:
+        # Costs of one stage per rank are cut for schedules that take several.
+        chunks = getattr(load_generator(name), "default_chunks", 1)
+    fitting = costs if costs is not None and costs.stages == ranks * (chunks or 1) else None
+    return build_schedule(name, ranks, microbatches, chunks, fitting, memory)
 
 
 def _facts(schedule: Schedule, timeline: Timeline, bound: float) -> dict[str, object]:
@@ -349,6 +377,10 @@ def demo(
     raise typer.Exit(run_demo(ranks, epochs))
 
 
+app.command(
+    "compare",
+    epilog="Example: [bold]pipelane compare -p 8 -m 32[/]",
+)(compare_)
 app.command(
     "partition",
     epilog="Example: [bold]pipelane partition vgg16.txt -k 4 --comm --memory 16GiB[/]",

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from pipelane.costs import Link
+from pipelane.costs import Costs, Link
 from pipelane.errors import ConfigError, PartitionError
 
 if TYPE_CHECKING:
     from pipelane.partition import Partition
 
-__all__ = ["parse_bytes", "partition_"]
+__all__ = ["compare_", "parse_bytes", "partition_", "read_costs"]
 
 
 class TiedWeights(str, Enum):
@@ -158,6 +158,71 @@ def partition_(
         print(json.dumps(_as_json(made)))
         return
     Console(highlight=False).print(PartitionTable(made))
+
+
+def compare_(
+    ranks: Annotated[int, typer.Option("-p", "--ranks", help="Number of ranks.")],
+    microbatches: Annotated[int, typer.Option("-m", "--microbatches", help="Per step.")],
+    costs: Annotated[
+        Path | None, typer.Option(help="Seconds and bytes per stage, in JSON; unit costs without.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Bytes of activations per rank, such as 20GiB.")
+    ] = None,
+    json_: Annotated[
+        bool, typer.Option("--json", help="One JSON object on standard output.")
+    ] = False,
+) -> None:
+    """Compare all schedules under the same costs and memory."""
+    from pipelane.compare import compare
+    from pipelane.views.comparison import ComparisonTable
+
+    found = compare(ranks, microbatches, read_costs(costs), _limit(memory, costs))
+    if json_:
+        print(
+            json.dumps(
+                {
+                    "schedules": [
+                        {
+                            name: getattr(entry, name)
+                            for name in (*entry.__dataclass_fields__, "gap")
+                            if name != "schedule"
+                        }
+                        for entry in found.entries
+                    ],
+                    "left_out": [
+                        {"name": name, "chunks": chunks, "reason": reason}
+                        for name, chunks, reason in found.left_out
+                    ],
+                }
+            )
+        )
+        return
+    unit = "" if costs is None else "s"
+    Console(highlight=False).print(ComparisonTable(found, unit))
+
+
+def read_costs(path: Path | None) -> Costs | None:
+    """Costs from a file, None without one.
+
+    Raises:
+        ConfigError: the file cannot be read or holds no costs.
+    """
+    if path is None:
+        return None
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    return Costs.from_json(text, str(path))
+
+
+def _limit(memory: str | None, costs: Path | None) -> float | None:
+    if memory is None:
+        return None
+    if costs is None:
+        raise ConfigError("--memory needs to know what a micro-batch holds; give it by --costs")
+    return parse_bytes(memory)
 
 
 def _link(source: Any, comm: bool, bandwidth: str | None, latency: float) -> Link | None:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from pipelane.actions import Kind
 from pipelane.errors import ConfigError
 
 __all__ = ["Costs", "Link"]
+
+SCHEMA = 1
+_KIND = "pipelane.costs"
+_LISTS = (
+    "forward", "input_grad", "weight_grad", "boundary_bytes", "activation_bytes",
+    "weight_grad_bytes",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -99,6 +108,102 @@ class Costs:
             link=Link(latency),
         )
 
+    def split(self, placement: Sequence[int]) -> Costs:
+        """Costs of one stage per rank, for several stages per rank, as if layers were alike.
+
+        Each stage of a rank takes an equal share of it. What crosses a boundary between two
+        neighbouring ranks keeps its size; between others it is as large as the largest.
+
+        Args:
+            placement: the rank of each stage, on as many ranks as there are stages here.
+
+        Raises:
+            ConfigError: a placement on another number of ranks.
+        """
+        if set(placement) != set(range(self.stages)):
+            raise ConfigError(
+                f"costs are for {self.stages} stages, one per rank, and the placement "
+                f"{list(placement)} is on other ranks"
+            )
+        count = [list(placement).count(rank) for rank in range(self.stages)]
+
+        def shared(values: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(values[rank] / count[rank] for rank in placement) if values else ()
+
+        boundary = []
+        for a, b in pairwise(placement) if self.boundary_bytes else ():
+            near = abs(a - b) == 1
+            boundary.append(self.boundary_bytes[min(a, b)] if near else max(self.boundary_bytes))
+        return replace(
+            self,
+            forward=shared(self.forward),
+            input_grad=shared(self.input_grad),
+            weight_grad=shared(self.weight_grad),
+            boundary_bytes=tuple(boundary),
+            activation_bytes=shared(self.activation_bytes),
+            weight_grad_bytes=shared(self.weight_grad_bytes),
+        )
+
+    def to_json(self) -> str:
+        """A JSON object; the reverse of :meth:`from_json`."""
+
+        def link(one: Link) -> dict[str, float | None]:
+            unlimited = one.bandwidth == math.inf
+            return {"latency": one.latency, "bandwidth": None if unlimited else one.bandwidth}
+
+        data: dict[str, object] = {"kind": _KIND, "schema": SCHEMA}
+        data |= {name: list(getattr(self, name)) for name in _LISTS}
+        data["link"] = link(self.link)
+        data["links"] = [
+            {"from": sender, "to": receiver, **link(one)}
+            for (sender, receiver), one in self.links.items()
+        ]
+        return json.dumps(data)
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "costs") -> Costs:
+        """Read costs: ``forward``, ``input_grad`` and ``weight_grad`` as lists of seconds.
+
+        All else may be left out: ``boundary_bytes``, ``activation_bytes``,
+        ``weight_grad_bytes``, ``link`` (an object with ``latency`` and ``bandwidth``) and
+        ``links`` (a list of such with ``from`` and ``to``).
+
+        Args:
+            text: the JSON object.
+            where: what to call it in messages, such as its file.
+
+        Raises:
+            ConfigError: not such an object; names what is wrong.
+        """
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"{where} is not JSON: {error}") from None
+        if not isinstance(data, dict):
+            raise ConfigError(f"{where}: expected an object, got {type(data).__name__}")
+        known = {"kind", "schema", "link", "links", *_LISTS}
+        unknown = [key for key in data if key not in known]
+        if unknown or data.get("kind", _KIND) != _KIND or data.get("schema", 1) != SCHEMA:
+            raise ConfigError(
+                f"{where}: not costs that this version reads"
+                + (f", unknown {unknown[0]!r}" if unknown else "")
+            )
+        try:
+            lists = {
+                name: tuple(float(value) for value in data[name])
+                for name in _LISTS
+                if name in data or not name.endswith("_bytes")
+            }
+            links = {
+                (int(entry["from"]), int(entry["to"])): _link(entry)
+                for entry in data.get("links", ())
+            }
+            return cls(**lists, link=_link(data.get("link", {})), links=links)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{where}: not costs in JSON: {error!r}") from error
+
     @property
     def stages(self) -> int:
         return len(self.forward)
@@ -121,3 +226,9 @@ class Costs:
 
     def link_between(self, sender: int, receiver: int) -> Link:
         return self.links.get((sender, receiver), self.link)
+
+
+def _link(entry: Mapping[str, float | None]) -> Link:
+    bandwidth = entry.get("bandwidth")
+    latency = entry.get("latency", 0.0)
+    return Link(float(latency or 0.0), math.inf if bandwidth is None else float(bandwidth))

@@ -388,15 +388,16 @@ def _refuse_impossible_items(task: _Task) -> None:
     """A layer that fits on no rank: no search needed, and a better message."""
     if not task.limited:
         return
+    sizes = [task.stages] if task.exactly else range(1, task.stages + 1)
+    rules = {rule for q in sizes for rule in task.rules(q)}
     worst: tuple[float, float, Item, Rule] | None = None
     for item in task.problem.items:
         ways = []
-        for q in {task.stages} if task.exactly else range(1, task.stages + 1):
-            for rule in task.rules(q):
-                held = rule.needs(item.static_bytes, item.activation_bytes)
-                if task.recompute:
-                    held = min(held, item.static_bytes + item.activation_bytes)
-                ways.append((held - rule.memory, held, item, rule))
+        for rule in rules:
+            held = rule.needs(item.static_bytes, item.activation_bytes)
+            if task.recompute:
+                held = min(held, item.static_bytes + item.activation_bytes)
+            ways.append((held - rule.memory, held, item, rule))
         best = min(ways, key=lambda way: way[0])
         if worst is None or best[0] > worst[0]:
             worst = best
