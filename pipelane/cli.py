@@ -27,7 +27,7 @@ from pipelane.check import (
     peak_activations,
     verify_program,
 )
-from pipelane.commands import compare_, parse_bytes, partition_, read_costs
+from pipelane.commands import compare_, parse_bytes, partition_, profile_, read_costs
 from pipelane.costs import Costs
 from pipelane.errors import (
     CheckError,
@@ -377,6 +377,10 @@ def demo(
     raise typer.Exit(run_demo(ranks, epochs))
 
 
+app.command(
+    "profile",
+    epilog="Example: [bold]pipelane profile examples/characters.py:build -o profile.json[/]",
+)(profile_)
 app.command(
     "compare",
     epilog="Example: [bold]pipelane compare -p 8 -m 32[/]",

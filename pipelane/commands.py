@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from enum import Enum
@@ -19,7 +22,7 @@ from pipelane.errors import ConfigError, PartitionError
 if TYPE_CHECKING:
     from pipelane.partition import Partition
 
-__all__ = ["compare_", "parse_bytes", "partition_", "read_costs"]
+__all__ = ["compare_", "parse_bytes", "partition_", "profile_", "read_costs"]
 
 
 class TiedWeights(str, Enum):
@@ -158,6 +161,90 @@ def partition_(
         print(json.dumps(_as_json(made)))
         return
     Console(highlight=False).print(PartitionTable(made))
+
+
+class ProfileMethod(str, Enum):
+    """How seconds are found."""
+
+    measure = "measure"
+    estimate = "estimate"
+
+
+def profile_(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="package.module:build, a function without arguments that returns the model and an "
+            "example micro-batch; or path/to/file.py:build."
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the profile to this file.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Where to measure; where the example is if not given.")
+    ] = None,
+    method: Annotated[
+        ProfileMethod, typer.Option(help="Run the layers, or estimate from their operations.")
+    ] = ProfileMethod.measure,
+    repeats: Annotated[int, typer.Option(help="Measurements per layer at least.")] = 5,
+    optimizer: Annotated[
+        str, typer.Option(help="Whose state is counted: adam, adamw, momentum or sgd.")
+    ] = "adam",
+    json_: Annotated[
+        bool, typer.Option("--json", help="The profile as JSON on standard output.")
+    ] = False,
+) -> None:
+    """Profile the layers of a model: seconds of F, I and W, and bytes."""
+    from pipelane.profile import profile
+    from pipelane.views.tables import ProfileTable
+
+    model, example = _built(target)
+    found = profile(
+        model,
+        example,
+        device=device,
+        method=method.value,
+        repeats=repeats,
+        optimizer=optimizer,
+        progress=sys.stderr.isatty(),
+    )
+    if output is not None:
+        found.save(output)
+    if json_:
+        print(found.to_json())
+        return
+    console = Console(highlight=False)
+    console.print(ProfileTable(found))
+    if output is not None:
+        console.print(f"Written to {output}.", markup=False, soft_wrap=True)
+
+
+def _built(target: str) -> tuple[Any, Any]:
+    """What the named function returns: a model and an example."""
+    where, _, name = target.rpartition(":")
+    if not where or not name.isidentifier():
+        raise ConfigError(f"{target!r}: expected package.module:function or file.py:function")
+    try:
+        if where.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(where).stem, where)
+            if spec is None or spec.loader is None:
+                raise ImportError(f"no module at {where}")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module
+            spec.loader.exec_module(module)
+        else:
+            sys.path.insert(0, str(Path.cwd()))
+            module = importlib.import_module(where)
+        build = getattr(module, name)
+    except (ImportError, OSError, AttributeError) as error:
+        raise ConfigError(f"cannot load {target}: {error}") from error
+    made = build()
+    if not (isinstance(made, tuple) and len(made) == 2):
+        raise ConfigError(
+            f"{target} returned {type(made).__name__}; expected (model, example micro-batch)"
+        )
+    return made
 
 
 def compare_(

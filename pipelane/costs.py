@@ -17,8 +17,9 @@ SCHEMA = 1
 _KIND = "pipelane.costs"
 _LISTS = (
     "forward", "input_grad", "weight_grad", "boundary_bytes", "activation_bytes",
-    "weight_grad_bytes",
+    "weight_grad_bytes", "whole_backward",
 )  # fmt: skip
+_OPTIONAL = _LISTS[3:]
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,13 @@ class Costs:
     Attributes:
         forward: seconds of F, one entry per stage.
         input_grad: seconds of I.
-        weight_grad: seconds of W; a whole backward B takes ``input_grad + weight_grad``.
+        weight_grad: seconds of W.
         boundary_bytes: bytes sent from stage s to s + 1 (the gradient back has the same size);
             one entry per boundary, ``stages - 1`` in all; empty means 0.
         activation_bytes: bytes held from F to B or I, per stage; empty means 0.
         weight_grad_bytes: bytes of these held on from I to W; empty means all of them.
+        whole_backward: seconds of a whole backward B, which may be less than its two halves apart;
+            empty means ``input_grad + weight_grad``.
         link: the connection between any two ranks.
         links: exceptions to it, by (sender rank, receiver rank).
     """
@@ -64,6 +67,7 @@ class Costs:
     boundary_bytes: tuple[float, ...] = ()
     activation_bytes: tuple[float, ...] = ()
     weight_grad_bytes: tuple[float, ...] = ()
+    whole_backward: tuple[float, ...] = ()
     link: Link = field(default_factory=Link)
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
 
@@ -78,10 +82,11 @@ class Costs:
             "boundary_bytes": stages - 1,
             "activation_bytes": stages,
             "weight_grad_bytes": stages,
+            "whole_backward": stages,
         }
         for name, length in expected.items():
             values: Sequence[float] = getattr(self, name)
-            optional = name.endswith("_bytes")
+            optional = name in _OPTIONAL
             if len(values) != length and not (optional and not values):
                 raise ConfigError(f"costs.{name} has {len(values)} entries, expected {length}")
             for index, value in enumerate(values):
@@ -142,6 +147,7 @@ class Costs:
             boundary_bytes=tuple(boundary),
             activation_bytes=shared(self.activation_bytes),
             weight_grad_bytes=shared(self.weight_grad_bytes),
+            whole_backward=shared(self.whole_backward),
         )
 
     def to_json(self) -> str:
@@ -165,8 +171,8 @@ class Costs:
         """Read costs: ``forward``, ``input_grad`` and ``weight_grad`` as lists of seconds.
 
         All else may be left out: ``boundary_bytes``, ``activation_bytes``,
-        ``weight_grad_bytes``, ``link`` (an object with ``latency`` and ``bandwidth``) and
-        ``links`` (a list of such with ``from`` and ``to``).
+        ``weight_grad_bytes``, ``whole_backward``, ``link`` (an object with ``latency`` and
+        ``bandwidth``) and ``links`` (a list of such with ``from`` and ``to``).
 
         Args:
             text: the JSON object.
@@ -192,7 +198,7 @@ class Costs:
             lists = {
                 name: tuple(float(value) for value in data[name])
                 for name in _LISTS
-                if name in data or not name.endswith("_bytes")
+                if name in data or name not in _OPTIONAL
             }
             links = {
                 (int(entry["from"]), int(entry["to"])): _link(entry)
@@ -209,7 +215,9 @@ class Costs:
         return len(self.forward)
 
     def backward(self, stage: int) -> float:
-        """Seconds of a whole backward, I and W together."""
+        """Seconds of a whole backward."""
+        if self.whole_backward:
+            return self.whole_backward[stage]
         return self.input_grad[stage] + self.weight_grad[stage]
 
     def seconds(self, kind: Kind, stage: int) -> float:

@@ -145,18 +145,22 @@ def _edges(tensors: Iterable[Tensor]) -> Iterator[tuple[Hashable, Hashable]]:
 def chain_graph(profile: Profile) -> networkx.DiGraph:
     """The layers as nodes 0, 1, ... and the tensors between them as edges.
 
-    Nodes have ``name``, ``forward`` and ``backward`` (seconds), ``parameter_bytes``,
-    ``static_bytes`` and ``activation_bytes``; edges have ``bytes``.
+    Nodes have ``name``, ``forward``, ``backward``, ``input_grad`` and ``weight_grad`` (seconds),
+    ``parameter_bytes``, ``static_bytes`` and ``activation_bytes``; edges have ``bytes``.
     """
     import networkx
 
-    graph = networkx.DiGraph()
+    graph = networkx.DiGraph(
+        tied=tuple(Tied(one.layers, one.bytes, one.name) for one in profile.shared)
+    )
     for index, layer in enumerate(profile.layers):
         graph.add_node(
             index,
             name=layer.name,
             forward=layer.forward_seconds,
             backward=layer.backward_seconds,
+            input_grad=layer.input_grad_seconds,
+            weight_grad=layer.weight_grad_seconds,
             parameter_bytes=layer.parameter_bytes,
             static_bytes=layer.static_bytes,
             activation_bytes=layer.activation_bytes,

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import nn
 
-from pipelane.actions import Kind
 from pipelane.catalogue import build_schedule
 from pipelane.check import check
 from pipelane.costs import Costs, Link
 from pipelane.errors import PartitionError, ScheduleError
 from pipelane.layers import layers_of
-from pipelane.memory import stage_peaks
+from pipelane.memory import peak_bytes, stage_peaks
 from pipelane.partition import Partition, partition, validate_sizes
 from pipelane.profile import LayerProfile, Profile
 from pipelane.profile import profile as measure
@@ -50,9 +50,6 @@ class Plan:
 def stage_costs(profile: Profile, sizes: Sequence[int], link: Link | None = None) -> Costs:
     """Add up the layers of each stage, for one micro-batch of the profile's size.
 
-    Input and weight gradient were measured together; the backward is split in halves, which
-    matters only to schedules that run them apart.
-
     Args:
         profile: seconds and bytes per layer.
         sizes: layers per stage.
@@ -63,15 +60,18 @@ def stage_costs(profile: Profile, sizes: Sequence[int], link: Link | None = None
     """
     validate_sizes(sizes, len(profile.layers), len(sizes))
     parts = _parts(profile, sizes)
-    half = tuple(sum(layer.backward_seconds for layer in part) / 2 for part in parts)
+
+    def total(key: str) -> tuple[float, ...]:
+        return tuple(float(sum(getattr(layer, key) for layer in part)) for part in parts)
+
     return Costs(
-        forward=tuple(sum(layer.forward_seconds for layer in part) for part in parts),
-        input_grad=half,
-        weight_grad=half,
+        forward=total("forward_seconds"),
+        input_grad=total("input_grad_seconds"),
+        weight_grad=total("weight_grad_seconds"),
+        whole_backward=total("backward_seconds"),
         boundary_bytes=tuple(float(part[-1].output_bytes) for part in parts[:-1]),
-        activation_bytes=tuple(
-            float(sum(layer.activation_bytes for layer in part)) for part in parts
-        ),
+        activation_bytes=total("activation_bytes"),
+        weight_grad_bytes=total("weight_grad_bytes"),
         link=link or Link(),
     )
 
@@ -131,7 +131,7 @@ def plan(
         time_limit=time_limit,
     )
     costs = stage_costs(profile, split.sizes, link)
-    needed = _memory_bytes(profile, split.sizes, schedule)
+    needed = _memory_bytes(profile, split.sizes, schedule, costs)
     if memory is not None:
         _check_memory(needed, memory, split, schedule)
     return Plan(profile, split, schedule, costs, simulate(schedule, costs), needed)
@@ -169,24 +169,22 @@ def _check_profile(profile: Profile, model: nn.Module) -> None:
         )
 
 
-def _memory_bytes(profile: Profile, sizes: Sequence[int], schedule: Schedule) -> tuple[int, ...]:
+def _memory_bytes(
+    profile: Profile, sizes: Sequence[int], schedule: Schedule, costs: Costs
+) -> tuple[int, ...]:
     """Bytes per rank: its static bytes, and its activations at the schedule's own peak."""
-    parts = _parts(profile, sizes)
-    kept = [sum(layer.activation_bytes for layer in part) for part in parts]
+    ends = [0, *accumulate(sizes)]
     needed = []
-    for rank, order in enumerate(schedule.orders):
-        static = sum(
-            layer.static_bytes for stage in schedule.stages_of(rank) for layer in parts[stage]
-        )
-        alive = peak = 0
-        for action in order:
-            for part in action.flat():
-                if part.kind is Kind.F:
-                    alive += kept[part.stage]
-                    peak = max(peak, alive)
-                elif part.kind in (Kind.B, Kind.W):
-                    alive -= kept[part.stage]
-        needed.append(static + peak)
+    for rank, peak in enumerate(peak_bytes(schedule, costs)):
+        own = {i for stage in schedule.stages_of(rank) for i in range(ends[stage], ends[stage + 1])}
+        static = sum(profile.layers[i].static_bytes for i in own)
+        for shared in profile.shared:
+            # Counted with each layer, there once.
+            here = [profile.layers[i] for i in shared.layers if i in own]
+            for layer in here[1:]:
+                share = layer.static_bytes / layer.parameter_bytes if layer.parameter_bytes else 0
+                static -= round(share * shared.bytes)
+        needed.append(static + round(peak))
     return tuple(needed)
 
 

@@ -219,7 +219,8 @@ def test_the_graph_of_a_profile() -> None:
     graph = chain_graph(profile_of([3, 6]))
     assert validate_graph(graph) == [0, 1]
     assert graph.nodes[1] == {
-        "name": "l1", "forward": 2, "backward": 4, "parameter_bytes": 100, "static_bytes": 400,
+        "name": "l1", "forward": 2, "backward": 4, "input_grad": 2, "weight_grad": 2,
+        "parameter_bytes": 100, "static_bytes": 400,
         "activation_bytes": 50,
     }  # fmt: skip
     assert graph.edges[0, 1] == {"bytes": 1000}
@@ -318,8 +319,9 @@ def test_table_says_everything_at_100_columns() -> None:
     text = partition_text(pipelane.partition(measured, 3), measured, 100)
     assert text.isascii()
     head, first = text.splitlines()[:2]
-    assert " ".join(head.split()) == "stage layers F ms B ms of slowest params saved sends"
-    assert " ".join(first.split()) == "0 l0 to l1 (2) 2.00 4.00 ######## 100% 200 B 100 B 1000 B"
+    assert " ".join(head.split()) == "stage layers F ms I ms W ms of slowest params saved sends"
+    row = "0 l0 to l1 (2) 2.00 2.00 2.00 ######## 100% 200 B 100 B 1000 B"
+    assert " ".join(first.split()) == row
     assert "Slowest stage: 6.00 ms, proven optimal (gap 0 %)" in text
     assert "Limit: stage 0 ('l0' to 'l1') is 38.5% above" in " ".join(text.split())
 

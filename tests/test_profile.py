@@ -13,7 +13,10 @@ from torch import nn
 
 import pipelane
 from pipelane.errors import ConfigError, ModelError, ProfileError
-from pipelane.profile import Profile
+from pipelane.layers import layers_of
+from pipelane.profile import LayerProfile, Profile, SharedParameter
+from pipelane.profile.measure import _unchanged
+from pipelane.profile.optimizers import state_bytes
 
 
 class Slow(nn.Module):
@@ -160,14 +163,16 @@ def test_medians_of_runs_after_the_warm_up() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             Counting.calls += 1
-            if Counting.calls in (1, 2, 3, 4):  # the count of bytes, two to warm up, an outlier
+            # Four counts of bytes and operations, two runs to warm up and an outlier; each run is
+            # one forward for the whole backward and one for its halves.
+            if Counting.calls <= 4 + 2 * 3:
                 time.sleep(0.05)
             return x * 1
 
     found = pipelane.profile(
         nn.Sequential(Counting()), torch.randn(2, requires_grad=True), repeats=3, warmup=2
     )
-    assert Counting.calls == 1 + 2 + 3
+    assert Counting.calls == 4 + 2 * (2 + 3)
     assert found.layers[0].forward_seconds < 0.02
     assert found.layers[0].backward_seconds > 0
 
@@ -223,7 +228,7 @@ def test_json_from_elsewhere_is_refused() -> None:
     found = pipelane.profile(nn.Sequential(nn.ReLU()), torch.randn(2, 2))
     text = found.to_json()
     with pytest.raises(ConfigError, match="schema 99"):
-        Profile.from_json(text.replace('"schema": 1', '"schema": 99'))
+        Profile.from_json(text.replace('"schema": 2', '"schema": 99'))
     with pytest.raises(ConfigError, match=r"kind 'pipelane\.timeline'"):
         Profile.from_json(text.replace("pipelane.profile", "pipelane.timeline"))
     negative = text.replace('"output_bytes": 16', '"output_bytes": -16')
@@ -293,9 +298,9 @@ def test_layers_come_back_from_another_device() -> None:
     made[2].bias.grad = torch.ones(8)
     before = copy.deepcopy(made.state_dict())
     tensors = [id(t) for t in (*made.parameters(), *made.buffers())]
-    found = pipelane.profile(made, torch.randn(4, 24), device="meta")
-    assert found.device == "meta"
-    assert found.layers[2].output_shape == (4, 8)
+    for layer in made:
+        with _unchanged(layer, torch.device("meta")):
+            assert all(t.is_meta for t in (*layer.parameters(), *layer.buffers()))
     assert [id(t) for t in (*made.parameters(), *made.buffers())] == tensors
     assert torch.equal(made[2].bias.grad, torch.ones(8))
     for name, value in made.state_dict().items():
@@ -316,3 +321,234 @@ def test_the_batch_itself_needs_no_gradient_unless_it_says_so() -> None:
             nn.Sequential(Seen(), nn.Linear(3, 3)), torch.randn(2, 3, requires_grad=wanted)
         )
         assert set(needed) == {wanted}
+
+
+# -- halves of the backward, bytes, shared parameters ----------------------------------------------
+
+
+def profile_of(*layers: nn.Module, x: torch.Tensor, **options: Any) -> tuple[LayerProfile, ...]:
+    return pipelane.profile(nn.Sequential(*layers), x, repeats=1, warmup=0, **options).layers
+
+
+def test_halves_of_the_backward() -> None:
+    """The halves of a layer that sleeps in each of them."""
+
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+            ctx.seconds = seconds
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            time.sleep(ctx.seconds)
+            return grads[0], None
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Half.apply(x, 0.004) + Half.apply(self.weight, 0.012)
+
+    layers = profile_of(Layer(), Layer(), x=torch.randn(2, 4))
+    first, second = layers
+    assert first.input_grad_seconds == 0.0  # the batch needs no gradient
+    assert 0.012 <= first.weight_grad_seconds < 0.03
+    assert 0.004 <= second.input_grad_seconds < 0.012
+    assert 0.012 <= second.weight_grad_seconds < 0.03
+    assert second.backward_seconds >= 0.016
+
+
+def test_what_has_no_weight_gradient() -> None:
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    relu, linear = profile_of(nn.ReLU(), frozen, x=torch.randn(2, 4, requires_grad=True))
+    for layer in (relu, linear):
+        assert layer.weight_grad_seconds == 0.0
+        assert layer.input_grad_seconds > 0
+        assert layer.gradient_bytes == layer.optimizer_bytes == 0
+    assert linear.parameter_bytes == linear.static_bytes == 80
+    assert relu.static_bytes == 0
+
+
+def test_bytes_from_input_gradient_to_weight_gradient() -> None:
+    """A linear layer keeps its input and the gradient that arrived; a GELU keeps nothing."""
+    x = torch.randn(8, 16)
+    relu, linear, gelu = profile_of(nn.ReLU(), nn.Linear(16, 4), nn.GELU(), x=x)
+    assert linear.activation_bytes == x.nbytes
+    assert linear.weight_grad_bytes == x.nbytes + 8 * 4 * 4
+    assert gelu.weight_grad_bytes == 0
+    assert relu.weight_grad_bytes == 0
+
+
+def test_temporary_bytes_and_operations() -> None:
+    class Wasteful(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                torch.cat([x] * 10)  # gone at the end
+            return x @ x.T
+
+    (layer,) = profile_of(Wasteful(), x=torch.randn(8, 8))
+    assert 10 * 256 <= layer.temporary_bytes < 13 * 256
+    assert layer.flops == 2 * 8 * 8 * 8
+    (linear,) = profile_of(nn.Linear(16, 4), x=torch.randn(8, 16))
+    assert linear.flops == 2 * 8 * 16 * 4
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "copies"),
+    [("adam", 2), ("AdamW", 2), ("momentum", 1), ("sgd", 0),
+     (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1)],
+)  # fmt: skip
+def test_state_of_optimizers(optimizer: Any, copies: int) -> None:
+    (layer,) = profile_of(nn.Linear(4, 4), x=torch.randn(2, 4), optimizer=optimizer)
+    assert layer.optimizer_bytes == copies * 80
+    assert layer.static_bytes == (2 + copies) * 80
+
+
+def test_state_of_an_optimizer_is_that_of_a_real_one() -> None:
+    linear = nn.Linear(4, 4)
+    real = torch.optim.Adagrad(linear.parameters())
+    linear(torch.randn(2, 4)).sum().backward()
+    real.step()
+    found = sum(t.nbytes for state in real.state.values() for t in state.values())
+    assert state_bytes(list(linear.parameters()), torch.optim.Adagrad) == found
+    with pytest.raises(ProfileError, match="unknown optimizer 'nope'"):
+        pipelane.profile(nn.Sequential(linear), torch.randn(2, 4), optimizer="nope")
+
+    def broken(parameters: Any) -> torch.optim.Optimizer:
+        raise RuntimeError("no")
+
+    with pytest.raises(ProfileError, match="the optimizer broken failed"):
+        pipelane.profile(nn.Sequential(linear), torch.randn(2, 4), optimizer=broken)
+
+
+def test_shared_parameters_are_found_by_identity() -> None:
+    embedding, head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+    head.weight = embedding.weight
+    twice = nn.Linear(4, 4)
+    made = nn.Sequential(embedding, twice, nn.ReLU(), twice, head)
+    found = pipelane.profile(made, torch.randint(0, 7, (3,)), repeats=1)
+    assert found.shared == (
+        SharedParameter("0.weight", (0, 4), 7 * 4 * 4),
+        SharedParameter("1.weight", (1, 3), 64),
+        SharedParameter("1.bias", (1, 3), 16),
+    )
+    assert pipelane.profile(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)).shared == ()
+
+
+def test_what_was_measured_is_recorded() -> None:
+    found = pipelane.profile(
+        nn.Sequential(nn.Linear(4, 4).double()), torch.randn(3, 4).double(), repeats=4
+    )
+    assert (found.batch, found.dtype, found.repeats) == (3, "float64", 4)
+    assert (found.method, found.optimizer, found.device) == ("measured", "adam", "cpu")
+    assert found.layers[0].forward_spread >= 0
+
+
+def test_files(tmp_path: Any) -> None:
+    found = pipelane.profile(model(), torch.randint(0, 7, (4, 3)), repeats=1)
+    found.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == found
+    assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
+    with pytest.raises(ConfigError, match="cannot read the profile"):
+        Profile.load(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="cannot write"):
+        found.save(tmp_path / "no" / "folder")
+    (tmp_path / "bad.json").write_text(found.to_json().replace('"forward_seconds": ', '"x": ', 1))
+    with pytest.raises(ConfigError, match=r"bad\.json: layer 0: forward_seconds is missing"):
+        Profile.load(tmp_path / "bad.json")
+
+
+def test_files_of_the_first_version_are_read() -> None:
+    text = (
+        '{"schema": 1, "kind": "pipelane.profile", "layers": [{"name": "0", "kind": "Linear", '
+        '"forward_seconds": 1.0, "backward_seconds": 3.0, "parameter_bytes": 10, '
+        '"activation_bytes": 20, "output_bytes": 30, "output_shape": [2, 3], '
+        '"output_dtype": "float32"}], "input_bytes": 5, "device": "cpu", "batch": 2, "repeats": 3}'
+    )
+    (layer,) = Profile.from_json(text).layers
+    assert layer.input_grad_seconds == layer.weight_grad_seconds == 1.5
+    assert layer.static_bytes == 40
+    assert layer.weight_grad_bytes == 20
+
+
+# -- estimates -----------------------------------------------------------------------------------
+
+
+def small_model() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Embedding(50, 16), nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Dropout(0.1),
+        nn.Linear(32, 50),
+    )  # fmt: skip
+
+
+def test_an_estimate_has_the_bytes_of_a_measurement() -> None:
+    x = torch.randint(0, 50, (4, 7))
+    made = small_model()
+    before = copy.deepcopy(made.state_dict())
+    measured = pipelane.profile(made, x, repeats=1)
+    estimated = pipelane.profile(made, x, method="estimate", peak_flops=1e9, memory_bandwidth=1e9)
+    assert (estimated.method, estimated.repeats) == ("estimated", 0)
+    for one, other in zip(measured.layers, estimated.layers, strict=True):
+        for key in (
+            "name", "kind", "parameter_bytes", "gradient_bytes", "optimizer_bytes",
+            "activation_bytes", "weight_grad_bytes", "output_bytes", "output_shape",
+            "output_dtype", "flops",
+        ):  # fmt: skip
+            assert getattr(one, key) == getattr(other, key), (one.name, key)
+    for name, value in made.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_estimated_seconds_follow_from_operations_and_bytes() -> None:
+    made, x = nn.Sequential(nn.Linear(64, 64, bias=False)), torch.randn(32, 64, requires_grad=True)
+    work = 2 * 32 * 64 * 64
+    moved = 4 * (32 * 64 + 64 * 64 + 32 * 64)
+    slow = pipelane.profile(made, x, method="estimate", peak_flops=1e6, memory_bandwidth=1e15)
+    assert slow.layers[0].forward_seconds == pytest.approx(work / 1e6)
+    assert slow.layers[0].input_grad_seconds == pytest.approx(work / 1e6)
+    assert slow.layers[0].weight_grad_seconds == pytest.approx(work / 1e6)
+    assert slow.layers[0].backward_seconds == pytest.approx(2 * work / 1e6)
+    narrow = pipelane.profile(made, x, method="estimate", peak_flops=1e15, memory_bandwidth=1e6)
+    assert narrow.layers[0].forward_seconds == pytest.approx(moved / 1e6, rel=0.01)
+
+
+def test_a_model_that_fits_nowhere() -> None:
+    with torch.device("meta"):
+        made = nn.Sequential(nn.Embedding(10**6, 8192), nn.Linear(8192, 10**6))
+        x = torch.zeros(8, 128, dtype=torch.int64)
+    found = pipelane.profile(made, x, method="estimate", peak_flops=1e15, memory_bandwidth=1e12)
+    assert found.layers[1].parameter_bytes == 4 * (8192 * 10**6 + 10**6)
+    assert found.layers[1].flops == 2 * 8 * 128 * 8192 * 10**6
+    assert pipelane.partition(found, 2).sizes == (1, 1)
+    with pytest.raises(ProfileError, match='use method="estimate"'):
+        pipelane.profile(made, x)
+
+
+def test_what_cannot_be_estimated() -> None:
+    class Counts(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * int(x.sum())
+
+    with pytest.raises(ProfileError, match=r"layer '0' .*without data"):
+        pipelane.profile(nn.Sequential(Counts()), torch.ones(2), method="estimate")
+    made, x = nn.Sequential(nn.ReLU()), torch.ones(2)
+    for wrong in ({"method": "guess"}, {"method": "estimate", "peak_flops": 0.0}):
+        with pytest.raises(ProfileError, match=r"method|peak_flops"):
+            pipelane.profile(made, x, **wrong)  # type: ignore[arg-type]
+
+
+def test_only_one_layer_at_a_time_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    moved: list[tuple[str, bool]] = []
+    real = nn.Module.to
+
+    def to(self: nn.Module, *arguments: Any, **options: Any) -> Any:
+        moved.extend((name, True) for name, layer in layers_of(made) if layer is self)
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(nn.Module, "to", to)
+    pipelane.profile(made, torch.randn(2, 4), repeats=1)
+    assert [name for name, _ in moved] == ["0", "1", "2"]

@@ -194,16 +194,23 @@ def problem_of(
 
 
 def _item(graph: networkx.DiGraph, members: Sequence[Hashable]) -> Item:
-    parts = [_parts(graph.nodes[node]) for node in members]
+    parts = {node: _parts(graph.nodes[node]) for node in members}
 
     def total(key: str) -> float:
-        return sum(part[key] for part in parts)
+        return sum(part[key] for part in parts.values())
 
+    parameters, static = total("parameter_bytes"), total("static_bytes")
+    for tied in graph.graph.get("tied", ()):
+        # Counted with each node, there once.
+        for node in [node for node in tied.nodes if node in parts][1:]:
+            own = parts[node]["parameter_bytes"]
+            parameters -= tied.bytes
+            static -= tied.bytes * (parts[node]["static_bytes"] / own if own else 0.0)
     return Item(
         tuple(members),
         tuple(node_name(graph, node) for node in members),
         *map(total, ("forward", "input_grad", "weight_grad", "seconds", "again")),
-        *map(total, ("parameter_bytes", "static_bytes", "activation_bytes")),
+        *map(float, (max(0.0, parameters), max(0.0, static), total("activation_bytes"))),
     )
 
 

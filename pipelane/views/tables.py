@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pipelane.partition import Partition, StageLoad
     from pipelane.profile import LayerProfile, Profile
 
-__all__ = ["PartitionTable", "human_bytes", "partition_table", "partition_text"]
+__all__ = ["PartitionTable", "ProfileTable", "human_bytes", "partition_table", "partition_text"]
 
 _BAR = 8
 _GAP = 2
@@ -89,6 +89,70 @@ def partition_text(
     )  # fmt: skip
     console.print(PartitionTable(partition, profile, ascii=ascii))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).rstrip("\n")
+
+
+class ProfileTable:
+    """A rich renderable: a row per layer, and the sums.
+
+    Args:
+        profile: what to show.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        layers, width = self.profile.layers, options.max_width
+        ascii = plain_ascii(console, options)
+        seconds = sum(layer.seconds for layer in layers)
+
+        def times(key: str) -> list[str]:
+            found = [getattr(layer, key) for layer in layers]
+            return [_time(1e3 * value) for value in (*found, sum(found))]
+
+        def sizes(key: str, total: bool = True) -> list[str]:
+            found = [getattr(layer, key) for layer in layers]
+            return [*map(human_bytes, found), human_bytes(sum(found)) if total else ""]
+
+        shares = [layer.seconds / seconds if seconds else 0.0 for layer in layers]
+        columns = [
+            _Column("F ms", times("forward_seconds"), rank=0),
+            _Column("I ms", times("input_grad_seconds"), rank=0),
+            _Column("W ms", times("weight_grad_seconds"), rank=0),
+            _Column("share", [*(f"{share:.0%}" for share in shares), ""], rank=1),
+            _Column("params", sizes("parameter_bytes"), rank=2),
+            _Column("saved", sizes("activation_bytes"), rank=3),
+            _Column("until W", sizes("weight_grad_bytes"), rank=6),
+            _Column("output", sizes("output_bytes", False), rank=4),
+            _Column("spread", [*(f"{layer.forward_spread:.0%}" for layer in layers), ""], rank=5),
+        ]
+        while columns and _taken(columns) + 16 > width:
+            last = max(column.rank for column in columns)
+            columns = [column for column in columns if column.rank < last]
+        table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
+        table.add_column("layer", no_wrap=True)
+        for column in columns:
+            table.add_column(column.title, justify="right", no_wrap=True)
+        room = max(8, width - _taken(columns) - _GAP)
+        dots = ".." if ascii else "…"
+        for row, layer in enumerate(layers):
+            name = f"{layer.name} {layer.kind}"
+            name = _shorten(_to_ascii(name) if ascii else name, room, dots)
+            table.add_row(Text(name), *(Text(column.cells[row]) for column in columns))
+        table.add_row(Text("all"), *(Text(column.cells[-1]) for column in columns), style="bold")
+        yield table
+        yield Text()
+        found = self.profile
+        yield Text(
+            f"{found.method.capitalize()} on {found.device}: micro-batches of {found.batch} rows, "
+            f"{found.dtype}; static bytes with {found.optimizer}: "
+            f"{human_bytes(sum(layer.static_bytes for layer in layers))}. saved: what autograd "
+            "keeps until the backward; until W: what a split backward keeps of it.",
+            overflow="fold",
+        )
+        for shared in found.shared:
+            names = ", ".join(layers[index].name for index in shared.layers)
+            yield Text(f"Shared by {names}: {shared.name}, {human_bytes(shared.bytes)}.")
 
 
 class _Column(NamedTuple):

@@ -1,0 +1,551 @@
+"""Measure or estimate each layer of a chain, one after another."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median, quantiles
+from time import perf_counter
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parameter import is_lazy
+
+from pipelane.backward import split_backward
+from pipelane.errors import ProfileError
+from pipelane.layers import layers_of
+from pipelane.profile.meters import LiveBytes, Roofline, flops_of, storage_of
+from pipelane.profile.optimizers import Optimizer, optimizer_name, state_bytes
+from pipelane.profile.types import LayerProfile, Profile, SharedParameter
+
+__all__ = ["profile"]
+
+#: A layer is measured for at least so many seconds ...
+_LEAST_SECONDS = 0.03
+#: ... but at most so many times as often as asked.
+_MOST_FACTOR = 40
+
+#: Called before each layer as ``progress(layers done, layers, name of the next)``.
+Progress = Callable[[int, int, str], None]
+
+
+def profile(
+    model: nn.Module,
+    example: torch.Tensor,
+    *,
+    repeats: int = 5,
+    warmup: int = 2,
+    device: torch.device | str | None = None,
+    progress: Progress | bool | None = None,
+    optimizer: Optimizer = "adam",
+    method: Literal["measure", "estimate"] = "measure",
+    peak_flops: float | None = None,
+    memory_bandwidth: float | None = None,
+) -> Profile:
+    """Measure forward and backward of each layer of an ``nn.Sequential``.
+
+    Layers are measured one after another, each on the output of the one before, and only the one
+    that is measured has to be on ``device``. Afterwards the model is as it was: gradients, buffers
+    (running statistics), training mode, device of each layer, and torch's random streams.
+
+    Every floating-point input is taken to need a gradient, but for the example itself, unless its
+    ``requires_grad`` is set.
+
+    With ``method="estimate"`` nothing is computed: shapes go through the model without data, and
+    seconds follow from operations and bytes (see :class:`pipelane.profile.meters.Roofline`). So a
+    model that fits nowhere, or was built under ``torch.device("meta")``, gets a profile too. Bytes
+    are the same as measured.
+
+    Args:
+        model: a chain of layers; see :func:`pipelane.layers.layers_of`.
+        example: a typical micro-batch, rows first.
+        repeats: least number of measurements per layer, of which the median is taken; at least 1.
+            Layers of microseconds are measured more often.
+        warmup: runs before them.
+        device: where to measure; the example's device if not given.
+        progress: True for a bar on standard error, or a function (see :data:`Progress`).
+        optimizer: whose state is counted: "adam", "adamw", "momentum", "sgd", or a function from
+            parameters to an optimizer.
+        method: "measure" or "estimate".
+        peak_flops: operations per second of the device, for estimates; measured if not given.
+        memory_bandwidth: bytes per second of its memory, for estimates; measured if not given.
+
+    Returns:
+        Seconds and bytes per layer.
+
+    Raises:
+        ModelError: the model is not a chain.
+        ProfileError: bad example, or a layer fails or does not return one tensor; names the layer.
+    """
+    layers = layers_of(model)
+    _check_arguments(example, repeats, warmup, method)
+    name_of_optimizer = optimizer_name(optimizer)
+    place = torch.device(device) if device is not None else example.device
+    estimate = method == "estimate"
+    measured: list[LayerProfile] = []
+    # Ordinary tensors and a graph are needed even if the caller runs without gradients.
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        _same_random_stream(place),
+        _progress(progress) as tell,
+    ):
+        rates = (0.0, 0.0)
+        if estimate:
+            rates = _rates(place, peak_flops, memory_bandwidth)
+        elif place.type == "meta" or example.device.type == "meta":
+            raise ProfileError(
+                'there is no data on "meta", so nothing can be measured; use method="estimate"'
+            )
+        # A clone is no inference tensor.
+        value = example.detach().clone().to("meta" if estimate else place)
+        for index, (name, layer) in enumerate(layers):
+            tell(index, len(layers), name)
+            # As in a pipeline: the batch itself needs no gradient unless it says so.
+            task = _Task(
+                name, layer, value, index > 0 or example.requires_grad, warmup, repeats, optimizer
+            )
+            found, value = _layer(task, rates if estimate else None)
+            measured.append(found)
+    return Profile(
+        tuple(measured),
+        example.nbytes,
+        str(place),
+        len(example),
+        0 if estimate else repeats,
+        _dtype(example),
+        name_of_optimizer,
+        "estimated" if estimate else "measured",
+        _shared(layers),
+    )
+
+
+def _check_arguments(example: object, repeats: int, warmup: int, method: str) -> None:
+    if repeats < 1 or warmup < 0:
+        raise ProfileError(f"repeats must be >= 1 and warmup >= 0, got {repeats} and {warmup}")
+    if method not in ("measure", "estimate"):
+        raise ProfileError(f"method must be 'measure' or 'estimate', got {method!r}")
+    if not isinstance(example, torch.Tensor):
+        raise ProfileError(
+            f"the example is {type(example).__name__}; pass one tensor, rows first, as the first "
+            "layer takes it"
+        )
+    if example.dim() == 0 or example.numel() == 0:
+        raise ProfileError(
+            f"the example has shape {list(example.shape)}; pass a typical micro-batch with at "
+            "least one row"
+        )
+
+
+def _shared(layers: Sequence[tuple[str, nn.Module]]) -> tuple[SharedParameter, ...]:
+    """Parameters, or memory of parameters, that several layers have."""
+    owners: dict[int, tuple[str, int, list[int]]] = {}
+    for index, (name, layer) in enumerate(layers):
+        seen = set()
+        for own, parameter in layer.named_parameters():
+            key, _ = storage_of(parameter)
+            if key in seen or parameter.numel() == 0:
+                continue
+            seen.add(key)
+            owners.setdefault(key, (f"{name}.{own}", parameter.nbytes, []))[2].append(index)
+    return tuple(
+        SharedParameter(name, tuple(where), size)
+        for name, size, where in owners.values()
+        if len(where) > 1
+    )
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A layer and what it is measured on."""
+
+    name: str
+    layer: nn.Module
+    value: torch.Tensor
+    needs_gradient: bool
+    warmup: int
+    repeats: int
+    optimizer: Optimizer
+
+    @property
+    def where(self) -> str:
+        return f"layer {self.name!r} ({type(self.layer).__name__})"
+
+    def input(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """A copy of the input that may be overwritten, and the leaf whose gradient is wanted."""
+        value = self.value
+        if self.needs_gradient and (value.is_floating_point() or value.is_complex()):
+            # Autograd lets no layer overwrite a leaf, so it is given a copy of one.
+            leaf = value.detach().requires_grad_()
+            return leaf.clone(), [leaf]
+        return value.clone(), []
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Seconds, and spreads of the first two."""
+
+    forward: float
+    backward: float
+    input_grad: float
+    weight_grad: float
+    forward_spread: float = 0.0
+    backward_spread: float = 0.0
+
+
+def _layer(task: _Task, rates: tuple[float, float] | None) -> tuple[LayerProfile, torch.Tensor]:
+    """The layer's profile, measured or (with rates) estimated, and its output for the next."""
+    layer = task.layer
+    parameters = list(layer.parameters())
+    if any(is_lazy(p) for p in (*parameters, *layer.buffers())):
+        raise ProfileError(
+            f"{task.where} has no sizes yet; call the model once on the example before"
+        )
+    try:
+        if rates is not None:
+            task = _Task(**{**vars(task), "layer": _without_data(layer)})
+            found = _bytes(task)
+            times = _estimated(task, *rates)
+        else:
+            with _unchanged(layer, task.value.device):
+                found = _bytes(task)
+                times = _timed(task)
+    except ProfileError:
+        raise
+    except Exception as error:
+        how = "cannot be estimated without data" if rates is not None else "failed"
+        raise ProfileError(
+            f"{task.where} {how} on an input of shape {list(task.value.shape)}, "
+            f"{_dtype(task.value)}, on {task.value.device}: {type(error).__name__}: {error}"
+        ) from error
+    output = found.output
+    return LayerProfile(
+        name=task.name,
+        kind=type(layer).__name__,
+        forward_seconds=times.forward,
+        backward_seconds=times.backward,
+        parameter_bytes=sum(p.nbytes for p in parameters),
+        activation_bytes=found.kept,
+        output_bytes=output.nbytes,
+        output_shape=tuple(output.shape),
+        output_dtype=_dtype(output),
+        input_grad_seconds=times.input_grad,
+        weight_grad_seconds=times.weight_grad,
+        forward_spread=times.forward_spread,
+        backward_spread=times.backward_spread,
+        gradient_bytes=sum(p.nbytes for p in parameters if p.requires_grad),
+        optimizer_bytes=state_bytes(parameters, task.optimizer),
+        weight_grad_bytes=found.held,
+        temporary_bytes=found.temporary,
+        flops=found.flops,
+    ), output
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """What a run without a clock shows."""
+
+    output: torch.Tensor
+    kept: int
+    held: int
+    temporary: int
+    flops: int
+
+
+def _bytes(task: _Task) -> _Bytes:
+    output, kept = _saved(task)
+    held, temporary = _live(task)
+    given, _ = task.input()
+    flops = flops_of(lambda: task.layer(given))
+    return _Bytes(output, kept, held, temporary, flops)
+
+
+def _saved(task: _Task) -> tuple[torch.Tensor, int]:
+    """The output, and the bytes that autograd saved for the backward.
+
+    Each storage counts once: views and in-place results share one with their base. A separate run,
+    because the hooks cost time.
+    """
+    layer = task.layer
+    own = {storage_of(t)[0] for t in (*layer.parameters(), *layer.buffers())}
+    saved: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        key, size = storage_of(tensor)
+        if key not in own:
+            saved[key] = size, tensor  # held, so that no other storage gets its place
+        return tensor
+
+    given, _ = task.input()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = layer(given)
+    if not isinstance(output, torch.Tensor):
+        raise ProfileError(
+            f"{task.where} returned {type(output).__name__}; in this version each layer must "
+            "return exactly one tensor"
+        )
+    # Copied: a view or a parameter must not be handed to the next layer, which may overwrite it.
+    return output.detach().clone(), sum(size for size, _ in saved.values())
+
+
+def _live(task: _Task) -> tuple[int, int]:
+    """Bytes held from I to W, and most temporary bytes of forward and whole backward."""
+    layer = task.layer
+    # The input itself is the output of the layer before; its copy here stands for it.
+    own = (*layer.parameters(), *layer.buffers(), task.value)
+    _clear(layer)
+    with LiveBytes(own) as live:
+        given, leaves = task.input()
+        output = layer(given)
+        del given
+        temporary = live.peak - live.now()
+        if not output.requires_grad:
+            return 0, temporary
+        edge, gradient = get_gradient_edge(output), torch.ones_like(output)
+        del output
+        inputs, rest = split_backward([edge], [gradient], leaves)
+        del inputs, leaves, gradient, edge
+        held = live.now()
+        rest.run()
+        del rest
+    _clear(layer)
+    with LiveBytes(own) as live:
+        given, leaves = task.input()
+        output = layer(given)
+        del given
+        gradient = torch.ones_like(output)
+        live.restart()
+        before = live.now()
+        output.backward(gradient)
+        del output, gradient
+        temporary = max(temporary, live.peak - max(before, live.now()))
+        del leaves
+    _clear(layer)
+    return held, max(0, temporary)
+
+
+def _clear(layer: nn.Module) -> None:
+    for parameter in layer.parameters():
+        parameter.grad = None
+
+
+def _timed(task: _Task) -> _Times:
+    """Median seconds of forward, of the whole backward, and of its two halves.
+
+    Quick layers are measured more often than asked: a few runs of microseconds would all fall into
+    one moment in which the system was busy with something else.
+    """
+    whole: list[tuple[float, float]] = []
+    halves: list[tuple[float, float]] = []
+    ends = perf_counter() + _LEAST_SECONDS
+    for run in range(task.warmup + _MOST_FACTOR * task.repeats):
+        if len(whole) >= task.repeats and perf_counter() > ends:
+            break
+        found = _run_whole(task)
+        split = _run_halves(task) if found[1] else (0.0, 0.0)
+        if run >= task.warmup:
+            whole.append(found)
+            halves.append(split)
+    forward, backward = ([entry[i] for entry in whole] for i in (0, 1))
+    input_grad, weight_grad = (median(entry[i] for entry in halves) for i in (0, 1))
+    spreads = _spread(forward), _spread(backward)
+    return _Times(median(forward), median(backward), input_grad, weight_grad, *spreads)
+
+
+def _run_whole(task: _Task) -> tuple[float, float]:
+    """Seconds of forward and of backward, 0 if nothing needs a gradient."""
+    place = task.value.device
+    given, _ = task.input()
+    _synchronize(place)
+    began = perf_counter()
+    output = task.layer(given)
+    _synchronize(place)
+    forward = perf_counter() - began
+    if not output.requires_grad:
+        return forward, 0.0
+    gradient = torch.ones_like(output)
+    return forward, _seconds(place, lambda: torch.autograd.backward((output,), (gradient,)))
+
+
+def _run_halves(task: _Task) -> tuple[float, float]:
+    """Seconds of I and of W; 0 for what there is not."""
+    place = task.value.device
+    given, leaves = task.input()
+    output = task.layer(given)
+    edge, gradient = get_gradient_edge(output), torch.ones_like(output)
+    del given, output
+    rest: list[Callable[[], None]] = []
+    first = _seconds(place, lambda: rest.append(split_backward([edge], [gradient], leaves)[1].run))
+    second = _seconds(place, rest[0])
+    trains = any(p.requires_grad for p in task.layer.parameters())
+    return first if leaves else 0.0, second if trains else 0.0
+
+
+def _seconds(place: torch.device, run: Callable[[], object]) -> float:
+    _synchronize(place)
+    began = perf_counter()
+    run()
+    _synchronize(place)
+    return perf_counter() - began
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Interquartile range over median."""
+    middle = median(values)
+    if len(values) < 2 or not middle:
+        return 0.0
+    low, _, high = quantiles(values, n=4)
+    return max(0.0, (high - low) / middle)
+
+
+# -- estimates -----------------------------------------------------------------------------------
+
+
+def _without_data(layer: nn.Module) -> nn.Module:
+    """A copy of a layer whose tensors have shapes only; the layer is not copied on the way."""
+    memo: dict[int, object] = {}
+    for parameter in layer.parameters():
+        empty = torch.empty_like(parameter, device="meta", requires_grad=False)
+        memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+    for buffer in layer.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(layer, memo)
+
+
+def _estimated(task: _Task, flops: float, bandwidth: float) -> _Times:
+    def roof(run: Callable[[], object]) -> float:
+        with Roofline(flops, bandwidth) as mode:
+            run()
+        seconds: float = mode.seconds
+        return seconds
+
+    _clear(task.layer)
+    given, leaves = task.input()
+    outputs: list[torch.Tensor] = []
+    forward = roof(lambda: outputs.append(task.layer(given)))
+    output = outputs[0]
+    if not output.requires_grad:
+        return _Times(forward, 0.0, 0.0, 0.0)
+    gradient = torch.ones_like(output)
+    halves: list[Callable[[], None]] = []
+
+    def first_half() -> None:
+        halves.append(split_backward([output], [gradient], leaves)[1].run)
+
+    input_grad = roof(first_half)
+    weight_grad = roof(halves[0])
+    _clear(task.layer)
+    again = task.layer(task.input()[0])
+    return _Times(forward, roof(lambda: again.backward(gradient)), input_grad, weight_grad)
+
+
+def _rates(
+    place: torch.device, flops: float | None, bandwidth: float | None
+) -> tuple[float, float]:
+    """Of the device, from a matrix product and a copy, unless given."""
+    for what, value in (("peak_flops", flops), ("memory_bandwidth", bandwidth)):
+        if value is not None and not value > 0:
+            raise ProfileError(f"{what} must be above 0, got {value}")
+    where = torch.device("cpu") if place.type == "meta" else place
+    if flops is None:
+        a = torch.randn(768, 768, device=where)
+        flops = 2.0 * 768**3 / _fastest(where, lambda: a @ a)
+    if bandwidth is None:
+        source = torch.randn(2**22, device=where)
+        target = torch.empty_like(source)
+        bandwidth = 2 * source.nbytes / _fastest(where, lambda: target.copy_(source))
+    return float(flops), float(bandwidth)
+
+
+def _fastest(place: torch.device, run: Callable[[], object]) -> float:
+    return min(_seconds(place, run) for _ in range(8))
+
+
+@contextmanager
+def _unchanged(layer: nn.Module, device: torch.device) -> Iterator[None]:
+    """Have the layer on ``device``; then put its tensors, values and gradients back."""
+    # Also where they hang: a move to another device may replace them, and a layer may assign.
+    places = [
+        (table, key, tensor)
+        for owner in layer.modules()
+        for table in (owner._parameters, owner._buffers)
+        for key, tensor in table.items()
+    ]
+    parameters = [(p, p.data, p.grad) for p in layer.parameters()]
+    buffers = [(b, b.detach().clone()) for b in layer.buffers()]
+    for parameter, _, _ in parameters:
+        parameter.grad = None
+    try:
+        layer.to(device)
+        yield
+    finally:
+        for table, key, tensor in places:
+            table[key] = tensor  # type: ignore[assignment]
+        for parameter, data, gradient in parameters:
+            parameter.grad = None
+            if parameter.device != data.device:
+                parameter.data = data
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+@contextmanager
+def _same_random_stream(device: torch.device) -> Iterator[None]:
+    """Put torch's random streams, of the CPU and of the device, back at the end."""
+    if device.type in ("cpu", "meta"):
+        with torch.random.fork_rng(devices=[]):
+            yield
+    else:
+        with torch.random.fork_rng(devices=[device], device_type=device.type):
+            yield
+
+
+@contextmanager
+def _progress(wanted: Progress | bool | None) -> Iterator[Progress]:
+    """The function to tell about progress."""
+    if wanted is None or wanted is False:
+        yield lambda done, layers, name: None
+    elif wanted is True:
+        with _bar() as tell:
+            yield tell
+    else:
+        yield wanted
+
+
+@contextmanager
+def _bar() -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (
+        TextColumn("profile"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[name]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", name="")
+
+        def tell(done: int, layers: int, name: str) -> None:
+            # Layer names are a user's text, not rich's markup.
+            bar.update(task, completed=done, total=layers, name=name.replace("[", r"\["))
+
+        yield tell
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _synchronize(device: torch.device) -> None:
+    """Wait for what was queued on the device, so that the clock reads its end."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize(device)
