@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from pipelane.actions import COMPUTE, Action, Kind
+from pipelane.collector import without_collector
 from pipelane.errors import CheckError
 from pipelane.program import (
     Instruction,
@@ -71,6 +72,7 @@ class Certificate:
     verdicts: tuple[Verdict, ...] = ()
 
 
+@without_collector
 def check(schedule: Schedule, *, forward_only: bool = False) -> Certificate:
     """Check completeness, placement and dependencies, lower, and verify the program.
 
@@ -211,6 +213,7 @@ class _Work:
         )
 
 
+@without_collector
 def verify_program(
     program: Program, semantics: str = "rendezvous", *, buffers: int = 1
 ) -> tuple[int, int]:
@@ -246,6 +249,7 @@ def _refusal(program: Program, found: Verdict) -> str:
     return f"program {program.name!r} can deadlock{how}:\n{found.reason}"
 
 
+@without_collector
 def deadlocks(program: Program, *, buffers: int = 1) -> tuple[Verdict, ...]:
     """Whether a program can deadlock, for each of :data:`pipelane.semantics.SEMANTICS`.
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from pipelane.actions import COMMUNICATION, Action, Kind, parse_action
+from pipelane.collector import without_collector
 from pipelane.errors import CheckError, ScheduleError
 from pipelane.schedule import Schedule, read_rows, schedule_from_rows
 
@@ -187,6 +188,7 @@ def wait_chain(rank: int, wait_of: Callable[[int], tuple[str, int] | None]) -> s
     return "\n".join(lines)
 
 
+@without_collector
 def lower(schedule: Schedule) -> Program:
     """Add sends and receives to a schedule.
 

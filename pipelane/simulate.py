@@ -8,6 +8,7 @@ its directed link is free, takes the link for bytes / bandwidth, and arrives a l
 from __future__ import annotations
 
 from pipelane.actions import Action, Kind
+from pipelane.collector import without_collector
 from pipelane.costs import Costs
 from pipelane.errors import CheckError, ConfigError
 from pipelane.program import Program, lower
@@ -17,6 +18,7 @@ from pipelane.timeline import Message, Span, Timeline
 __all__ = ["simulate"]
 
 
+@without_collector
 def simulate(
     program: Program | Schedule, costs: Costs | None = None, *, unit: str = "s"
 ) -> Timeline:
