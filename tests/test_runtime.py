@@ -15,8 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import cross_entropy
 
 import pipelane
-from pipelane.actions import Action, Kind
-from pipelane.schedule import Schedule, Shape
+from pipelane.actions import Kind
 
 SIZES = [1, 2, 3, 4, 8]
 
@@ -210,24 +209,6 @@ def test_random_custom_schedules_run(tmp_path: Path) -> None:
     file.write_text("\n".join(",".join(row) for row in rows))
     for wrong in pipelane.launch(custom_schedules, 2, str(file)):
         assert wrong == []
-
-
-def split_backward() -> str:
-    schedule = Schedule(
-        "split", Shape(1, 1), (0,),
-        ((Action(Kind.F, 0, 0), Action(Kind.I, 0, 0), Action(Kind.W, 0, 0)),),
-    )  # fmt: skip
-    try:
-        pipelane.Pipeline(classifier(), schedule=schedule, microbatches=1, loss_fn=cross_entropy)
-    except pipelane.errors.ScheduleError as error:
-        return str(error)
-    return ""
-
-
-def test_split_backwards_are_refused_before_anything_runs() -> None:
-    (message,) = pipelane.launch(split_backward, 1)
-    assert "0I0" in message
-    assert "can simulate but not run" in message
 
 
 class Watched(nn.Linear):

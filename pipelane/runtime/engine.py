@@ -8,6 +8,7 @@ known (for the timeline, and for the message when something fails) and costs nex
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from pipelane.actions import Action, Kind
+from pipelane.backward import split_backward
 from pipelane.errors import BoundaryError, LossError, PipelaneError, PipelineFailure, ScheduleError
 from pipelane.program import Program
 from pipelane.runtime.loss import microbatch_loss
@@ -124,7 +126,9 @@ class Engine:
         self._edge: dict[int, list[Any]] = {s: [None] * m for s in stages}
         self._dy: dict[int, list[Any]] = {s: [None] * m for s in stages}
         self._dx: dict[int, list[Any]] = {s: [None] * m for s in stages}
+        self._rest: dict[int, list[Any]] = {s: [None] * m for s in stages}  # between I and W
         self._out_spec: dict[int, list[Spec | None]] = {s: [None] * m for s in stages}
+        self._warned: set[int] = set()
         self._outboxes: dict[tuple[int, bool], Outbox] = {}
         self._spec_sends: list[dist.Work] = []
         self._cold: list[bool] = [True] * m
@@ -172,16 +176,19 @@ class Engine:
                 self._compile_wait(action, Kind.F, s - 1, True, self._x)
             run = self._last_forward(s, i) if s == self._last else self._forward(s, i)
             self._add(_Label("run", action), run)
-        elif kind is Kind.B:
+        elif kind in (Kind.B, Kind.I):
             if s < self._last and self.program.placement[s + 1] != self._ranks.rank:
                 self._compile_wait(action, Kind.B, s + 1, False, self._dy)
-            run = self._last_backward(s, i) if s == self._last else self._backward(s, i)
+            if kind is Kind.I:
+                run = self._input_grad(s, i)
+            else:
+                run = self._last_backward(s, i) if s == self._last else self._backward(s, i)
             self._add(_Label("run", action), run)
+        elif kind is Kind.W:
+            self._add(_Label("run", action), self._weight_grad(s, i))
         else:
             raise ScheduleError(
-                f"schedule {self.program.name!r}: {action} splits the backward into input and "
-                "weight gradient (I and W), which this version can simulate but not run; use a "
-                "schedule with whole backwards (B)"
+                f"schedule {self.program.name!r}: {action} is nothing that the runtime can execute"
             )
 
     def _compile_wait(
@@ -302,7 +309,7 @@ class Engine:
             torch.autograd.backward((loss,))
             x, xs[i] = xs[i], None
             if not first:
-                give(x)
+                give(x, x.grad)
 
         return backward
 
@@ -317,20 +324,70 @@ class Engine:
                 backward_from(edge, dy)
             x, xs[i] = xs[i], None
             if not first:
-                give(x)
+                give(x, x.grad)
 
         return backward
 
-    def _giver(self, s: int, i: int) -> Callable[[torch.Tensor], None]:
+    def _input_grad(self, s: int, i: int) -> Op:
+        """I: the gradient of the stage's input, so that the stage before can go on."""
+        edges, xs, dys, first, last = (
+            self._edge[s],
+            self._x[s],
+            self._dy[s],
+            s == 0,
+            s == self._last,
+        )
+        give, rests = self._giver(s, i), self._rest[s]
+
+        def input_grad() -> None:
+            dy, dys[i] = dys[i], None
+            edge, edges[i] = edges[i], None
+            x, xs[i] = xs[i], None
+            gradient = None
+            if edge is not None and (last or dy is not None):
+                # Of the first stage only the weights need gradients: all is left to W.
+                inputs = () if first else (x,)
+                found, rests[i] = split_backward((edge,), (dy,), inputs)
+                if rests[i].early:
+                    self._warn_early(s, rests[i].early)
+                gradient = None if first else found[0]
+            if not first:
+                give(x, gradient)
+
+        return input_grad
+
+    def _weight_grad(self, s: int, i: int) -> Op:
+        """W: the gradients of the stage's parameters, what I left of them."""
+        rests = self._rest[s]
+
+        def weight_grad() -> None:
+            rest, rests[i] = rests[i], None
+            if rest is not None:
+                rest.run()
+
+        return weight_grad
+
+    def _warn_early(self, s: int, names: tuple[str, ...]) -> None:
+        if s not in self._warned:
+            self._warned.add(s)
+            stage = self._stages[s]
+            warnings.warn(
+                f"stage {s} (layers {stage.names[0]!r} to {stage.names[-1]!r}): {', '.join(names)} "
+                "cannot be split into input and weight gradient, so I computes both for the "
+                "parameters behind it and W is shorter than planned",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _giver(self, s: int, i: int) -> Callable[[torch.Tensor, torch.Tensor | None], None]:
         """Hand the gradient of a stage's input to the stage before, here or to its send."""
         if s == 0:
-            return lambda x: None
+            return lambda x, grad: None
         here = self.program.placement[s - 1] == self._ranks.rank
         row = self._dy[s - 1] if here else self._dx[s]
 
-        def give(x: torch.Tensor) -> None:
+        def give(x: torch.Tensor, grad: torch.Tensor | None) -> None:
             if x.requires_grad:
-                grad = x.grad
                 row[i] = torch.zeros_like(x) if grad is None else grad.contiguous()
 
         return give
