@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipelane.errors import ConfigError
 
-__all__ = ["WeightGradient", "split_backward"]
+__all__ = ["WeightGradient", "edge_of", "split_backward"]
 
 Output = Tensor | GradientEdge
 
@@ -46,6 +46,18 @@ _NESTED = "CheckpointFunctionBackward"
 
 # Weight gradients computed and not yet added to .grad take at most about this many bytes.
 _PENDING_BYTES = 1 << 16
+
+
+_EDGES_OWN_NODES = "ownership_token" in GradientEdge._fields
+
+
+def edge_of(tensor: Tensor) -> GradientEdge:
+    """Where a tensor hangs in the graph; keeps the graph alive, but not the tensor's memory."""
+    if not _EDGES_OWN_NODES and isinstance(tensor.grad_fn, torch._C._FunctionBase):
+        # Up to torch 2.7 only its outputs keep the node of a user's own function alive; a view's
+        # node is kept by its edge, and keeps the one below.
+        tensor = tensor.view_as(tensor)
+    return get_gradient_edge(tensor)
 
 
 class _Kind(NamedTuple):
@@ -184,7 +196,7 @@ def split_backward(
     if whole:
         leaves, calls = graph.early(calls, whole)
         early = tuple(leaf.variable for leaf in leaves)
-        rest.early = tuple(sorted({call.node.name() for call in whole}))
+        rest.early = tuple(sorted({_name_of(call.node) for call in whole}))
     hooks = [
         call.node.register_prehook(partial(rest._arrived.__setitem__, index))
         for index, call in enumerate(calls)
@@ -236,7 +248,7 @@ class _Graph:
                 else:
                     self.leaves[variable] = node
                 continue
-            if kind.whole and node.name() == _NESTED:
+            if kind.whole and _name_of(node) == _NESTED:
                 self.nested = True
             following = nexts[node] = node.next_functions
             for child, _ in following:
@@ -354,6 +366,13 @@ def _kind_of(node: Any) -> _Kind:
     saved = tuple(attribute for attribute in dir(cls) if attribute.startswith("_raw_saved_"))
     kind = _KINDS[cls] = _Kind(name == "AccumulateGrad", name in _ALL_AT_ONCE, saved)
     return kind
+
+
+def _name_of(node: Any) -> str:
+    """Its name; up to torch 2.6 the nodes of a user's own functions have no name of their own."""
+    if isinstance(node, torch._C._FunctionBase):
+        return type(node).__name__
+    return str(node.name())
 
 
 def _forget(saved: Any) -> None:

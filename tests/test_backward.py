@@ -11,11 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipelane.backward import split_backward
+from pipelane.backward import edge_of, split_backward
 from pipelane.errors import ConfigError
 
 
@@ -125,7 +124,7 @@ def assert_halves_equal_whole(layer: nn.Module, rows: int = 6, *, first: bool = 
     rest: Any = None
     if output.requires_grad:
         expected.backward(gradient)
-        edge = get_gradient_edge(output)
+        edge = edge_of(output)
         del output
         found, rest = split_backward([edge], [gradient], [] if first else [other])
         if not first:
@@ -195,7 +194,7 @@ def test_what_the_weight_half_does_not_need_is_free() -> None:
         nn.Linear(8, 8), Watch(), nn.GELU(), nn.Softmax(-1), Watch(), nn.Linear(8, 8)
     )
     x = torch.randn(4, 8, requires_grad=True)
-    edge = get_gradient_edge(layer(x))
+    edge = edge_of(layer(x))
     _, rest = split_backward([edge], [torch.ones(4, 8)], [x])
     into_gelu, into_linear = held
     assert into_gelu.expired()  # only the input half needed it

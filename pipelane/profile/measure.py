@@ -12,10 +12,9 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 
-from pipelane.backward import split_backward
+from pipelane.backward import edge_of, split_backward
 from pipelane.errors import ProfileError
 from pipelane.layers import layers_of
 from pipelane.profile.meters import LiveBytes, Roofline, flops_of, storage_of
@@ -305,7 +304,7 @@ def _live(task: _Task) -> tuple[int, int]:
         temporary = live.peak - live.now()
         if not output.requires_grad:
             return 0, temporary
-        edge, gradient = get_gradient_edge(output), torch.ones_like(output)
+        edge, gradient = edge_of(output), torch.ones_like(output)
         del output
         inputs, rest = split_backward([edge], [gradient], leaves)
         del inputs, leaves, gradient, edge
@@ -376,7 +375,7 @@ def _run_halves(task: _Task) -> tuple[float, float]:
     place = task.value.device
     given, leaves = task.input()
     output = task.layer(given)
-    edge, gradient = get_gradient_edge(output), torch.ones_like(output)
+    edge, gradient = edge_of(output), torch.ones_like(output)
     del given, output
     rest: list[Callable[[], None]] = []
     first = _seconds(place, lambda: rest.append(split_backward([edge], [gradient], leaves)[1].run))

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from pipelane.actions import Action, Kind
-from pipelane.backward import split_backward
+from pipelane.backward import edge_of, split_backward
 from pipelane.errors import BoundaryError, LossError, PipelaneError, PipelineFailure, ScheduleError
 from pipelane.program import Program
 from pipelane.runtime.loss import microbatch_loss
@@ -250,7 +250,6 @@ class Engine:
         stage, xs, ys, edges = self._stages[s], self._x[s], self._y[s], self._edge[s]
         run, out_spec, training = self._runner(s, i), self._out_spec[s], self._training
         own_next = self._x.get(s + 1) if self.program.placement[s + 1] == self._ranks.rank else None
-        edge_of = torch.autograd.graph.get_gradient_edge
 
         def forward() -> None:
             y = run()
