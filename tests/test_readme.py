@@ -1,4 +1,4 @@
-"""What the README says is what happens."""
+"""What the README and the docs say is what happens."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from pipelane.catalogue import schedule_names
+
 README = (Path(__file__).parent.parent / "README.md").read_text()
-PICTURES = re.findall(r"```console\n\$ pipelane (show [^\n]*)\n(.*?)```", README, re.DOTALL)
+CATALOGUE = (Path(__file__).parent.parent / "docs" / "schedules.md").read_text()
+_PICTURE = re.compile(r"```console\n\$ pipelane (show [^\n]*)\n(.*?)```", re.DOTALL)
+PICTURES = _PICTURE.findall(README) + _PICTURE.findall(CATALOGUE)
 
 
 def run(*arguments: str, cwd: Path | None = None) -> str:
@@ -40,5 +44,8 @@ def test_pictures_are_what_the_command_prints(command: str, picture: str) -> Non
     assert picture.strip() in run("-m", "pipelane", *command.split())
 
 
-def test_there_are_pictures() -> None:
-    assert len(PICTURES) == 2
+def test_there_are_pictures_and_every_schedule_is_told_of() -> None:
+    assert len(PICTURES) == 2 + 11
+    for name in schedule_names():
+        assert f"| `{name}` |" in CATALOGUE
+        assert f"`{name}`" in README
