@@ -33,6 +33,11 @@ check: $(STAMP)
 bench: $(STAMP)
 	mkdir -p bench-results
 	$(BIN)/python -m benchmarks.run --json bench-results/bench.json
+	$(BIN)/python -m benchmarks.catalogue --json bench-results/catalogue.json
+	$(BIN)/python -m benchmarks.balance --json bench-results/balance.json
+	$(BIN)/python -m benchmarks.partition --json bench-results/partition.json
+	$(BIN)/python -m benchmarks.auto --json bench-results/auto.json
+	$(BIN)/python -m benchmarks.planning --json bench-results/planning.json
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -38,6 +38,33 @@ class SleepLayer(nn.Module):
         return _Sleep.apply(x, self.weight, self.f, self.b)
 
 
+class _SleepBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, f: float, b: float) -> Any:
+        ctx.seconds = b
+        if f:
+            time.sleep(f)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        return grads[0], None, None
+
+
+class SplitSleepLayer(nn.Module):
+    """As :class:`SleepLayer`, but half of the backward is for the input and half for the weight."""
+
+    def __init__(self, width: int, f: float, b: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+        self.f, self.b = f, b
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        moved = _SleepBack.apply(x, self.f, self.b / 2)
+        return moved + _SleepBack.apply(self.weight, 0.0, self.b / 2)  # type: ignore[no-any-return]
+
+
 class Block(nn.Module):
     """A pre-norm transformer block with causal attention."""
 

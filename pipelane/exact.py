@@ -71,7 +71,7 @@ def exact(
     where = looped_placement(shape) if placement is None else tuple(placement)
     times = {Kind.F: costs.forward, Kind.I: costs.input_grad, Kind.W: costs.weight_grad}
     hops = [_hop(costs, where, s) for s in stages[:-1]]
-    work = m * sum(map(sum, times.values())) + 2 * sum(hops)
+    work = m * (sum(map(sum, times.values())) + 2 * sum(hops))
     unit = work / _STEPS if work else 1.0
 
     def steps(value: float) -> int:
