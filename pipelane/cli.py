@@ -108,25 +108,35 @@ def _global(
 @app.command(epilog="Example: [bold]pipelane schedules[/]")
 def schedules(json_: JsonFlag = False) -> None:
     """List the installed schedules."""
-    entries = [(name, _describe(name)) for name in schedule_names()]
+    entries = [(name, *_describe(name)) for name in schedule_names()]
     if json_:
-        print(json.dumps({"schedules": [{"name": n, "summary": s} for n, s in entries]}))
+        rows = [{"name": name, "chunks": v, "summary": s} for name, v, s in entries]
+        print(json.dumps({"schedules": rows}))
         return
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("name", style="bold", no_wrap=True)
+    table.add_column("v", justify="right")
     table.add_column("what it does")
-    for name, summary in entries:
-        table.add_row(Text(name), Text(summary))  # Text: brackets are no markup here
-    _console().print(table)
+    for name, chunks, summary in entries:
+        # Text: brackets are no markup here
+        table.add_row(Text(name), str(chunks), Text(summary))
+    console = _console()
+    console.print(table)
+    console.print("\nv: chunks per rank if -v is not given. Bubbles and memory: docs/schedules.md.")
 
 
-def _describe(name: str) -> str:
-    """The first paragraph of its docstring; a broken plug-in must not hide the others."""
+def _describe(name: str) -> tuple[int, str]:
+    """Its default chunks and the first paragraph of its docstring.
+
+    A broken plug-in must not hide the others.
+    """
     try:
-        text = load_generator(name).__doc__ or ""
+        generator = load_generator(name)
     except ScheduleError as error:
-        return str(error)
-    return " ".join(text.strip().split("\n\n")[0].split())
+        return 0, str(error)
+    text = generator.__doc__ or ""
+    summary = " ".join(text.strip().split("\n\n")[0].split())
+    return getattr(generator, "default_chunks", 1), summary
 
 
 @app.command(
