@@ -67,7 +67,7 @@ def makespan_bound(
         for stages in _subsets(own):
             found += _window_bounds(facts, rank, stages, facts.head[stages[0]], tail=True)
         if own:
-            found += _memory_bounds(facts, rank, facts.head[own[0]])
+            found += _memory_bounds(facts, rank, facts.head[own[0]], tail=True)
     return max(found, key=_seconds)
 
 
@@ -92,7 +92,7 @@ def span_bounds(
         else:
             for stages in _subsets(own):
                 found += _window_bounds(facts, rank, stages, 0.0, tail=False)
-            found += _memory_bounds(facts, rank, 0.0)
+            found += _memory_bounds(facts, rank, 0.0, tail=False)
             found += _later_stages(facts, rank)
         bounds.append(max(found, key=_seconds))
     return tuple(bounds)
@@ -288,22 +288,30 @@ def _work_left(facts: _Facts, rank: int, stage: int, slots: int) -> float:
     return most
 
 
-def _memory_bounds(facts: _Facts, rank: int, start: float) -> Iterator[Bound]:
-    """What a rank's memory can hold over time."""
+def _memory_bounds(facts: _Facts, rank: int, start: float, *, tail: bool) -> Iterator[Bound]:
+    """What a rank's memory can hold over time; with ``tail`` also what comes after its last I."""
     # All of a micro-batch is in memory until its I ends; until its W ends a part of it may be.
     there = {s: facts.forward[s] + facts.turn[s] + facts.back[s] for s in facts.own[rank]}
-    for s, stay in there.items():
-        if facts.kept[s] >= facts.held[s]:
+    for s, whole in there.items():
+        slots, stay = facts.slots(rank, s), whole
+        if facts.kept[s] >= facts.held[s] or _alone(facts, rank, s, slots):
             stay += facts.weight[s]
-        slots = facts.slots(rank, s)
         turns = -(-facts.m // slots)
         why = f"room for {slots} of {facts.m} micro-batches" if turns > 1 else "round trip"
-        yield Bound(start + turns * stay, f"rank {rank}: {why}")
+        begin, end = (facts.head[s], facts.last_work[s]) if tail else (start, facts.weight[s])
+        yield Bound(begin + (turns - 1) * stay + whole + end, f"rank {rank}: {why}")
     if facts.memory is not None and 0 < facts.memory[rank] < math.inf:
         area = facts.m * sum(
             facts.held[s] * stay + facts.kept[s] * facts.weight[s] for s, stay in there.items()
         )
         yield Bound(start + area / facts.memory[rank], f"rank {rank}: its memory over time")
+
+
+def _alone(facts: _Facts, rank: int, stage: int, slots: int) -> bool:
+    """Whether no micro-batch can begin while another one waits for its W."""
+    if slots != 1 or facts.memory is None:
+        return False
+    return facts.held[stage] + facts.kept[stage] > facts.memory[rank] * (1 + 1e-9)
 
 
 def _later_stages(facts: _Facts, rank: int) -> Iterator[Bound]:

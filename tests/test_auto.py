@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipelane
+from pipelane.bounds import makespan_bound, span_bound
 from pipelane.catalogue import build_schedule, schedule_names
 from pipelane.costs import Costs, Link
 from pipelane.errors import ConfigError, ScheduleError
@@ -165,6 +166,8 @@ def test_near_the_proven_optimum(seed: int) -> None:
         assert proven.lower_bound <= best * (1 + 1e-9)
         assert best <= proven.lower_bound * 1.004  # times are rounded down
         assert proven.lower_bound * (1 - 1e-9) <= getattr(timeline, meter) <= 1.07 * best
+        bound = makespan_bound if meter == "makespan" else span_bound
+        assert bound(proven.schedule, costs, caps).seconds <= best * (1 + 1e-9)
 
 
 def test_exact_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
