@@ -134,7 +134,7 @@ def report(name: str, found: dict[str, Any], console: Console) -> dict[str, Any]
         title=f"{name}: {case.about}; p={case.ranks}, m={case.microbatches}",
         box=None, padding=(0, 2, 0, 0), title_justify="left",
     )  # fmt: skip
-    table.add_column("partition", no_wrap=True)
+    table.add_column("partition", no_wrap=True, min_width=12)
     for column in ("layers per stage", "predicted ms", "measured ms", "predicted x", "measured x"):
         table.add_column(column, justify="right", no_wrap=True)
     base = "by profile"

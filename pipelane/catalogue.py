@@ -17,7 +17,7 @@ from pipelane.schedule import Schedule, Shape
 if TYPE_CHECKING:
     from pipelane.costs import Costs
 
-__all__ = ["GROUP", "build_schedule", "load_generator", "schedule_names"]
+__all__ = ["GROUP", "build_schedule", "load_generator", "schedule_names", "takes_memory"]
 
 GROUP = "pipelane.schedules"
 
@@ -99,6 +99,12 @@ def build_schedule(
     if schedule.shape != shape:
         raise ScheduleError(f"schedule {label!r} was asked for {shape} and made {schedule.shape}")
     return schedule
+
+
+def takes_memory(name: str | Callable[..., Schedule]) -> bool:
+    """Whether a schedule is made for the memory that there is."""
+    generator = load_generator(name) if isinstance(name, str) else name
+    return bool(_wanted(generator, ["memory"]))
 
 
 def _wanted(generator: Callable[..., Schedule], optional: Iterable[str]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from pipelane.catalogue import build_schedule
+from pipelane.catalogue import build_schedule, schedule_names
 from pipelane.check import check
 from pipelane.errors import (
     ConfigError,
@@ -148,7 +148,8 @@ class Pipeline:
                     example,
                     self.ranks,
                     microbatches=microbatches,
-                    schedule=self.schedule,
+                    schedule=_source(schedule, self.schedule),
+                    chunks=shape.chunks,
                     device=self.device,
                 )
                 chosen = made.partition
@@ -163,6 +164,8 @@ class Pipeline:
         self.partition: Partition
         self.plan: Plan | None
         self.partition, self.plan, self._seed = decided
+        if self.plan is not None:
+            self.schedule = self.plan.schedule
 
         def building() -> dict[int, StageModule]:
             _refuse_tied(layers, self.partition.sizes)
@@ -510,6 +513,13 @@ def _check_choices(
             raise ConfigError(f"{name} must be callable, got {type(function).__name__}")
     if loss_weight is not None and loss_reduction == "sum":
         raise ConfigError("loss_weight belongs to loss_reduction='mean'; a sum needs no weights")
+
+
+def _source(given: ScheduleLike, made: Schedule) -> str | Schedule | Callable[..., Schedule]:
+    """What can be made anew for the profiled stages: a name or a function; else the schedule."""
+    if callable(given) or (isinstance(given, str) and given.lower() in schedule_names()):
+        return given
+    return made
 
 
 def _resolve_schedule(

@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import nn
 
-from pipelane.catalogue import build_schedule
+from pipelane.catalogue import build_schedule, takes_memory
 from pipelane.check import check
 from pipelane.costs import Costs, Link
 from pipelane.errors import PartitionError, ScheduleError
@@ -97,8 +97,9 @@ def plan(
         example: a typical micro-batch.
         ranks: p.
         microbatches: m.
-        schedule: a name, a schedule, or a function that makes one.
-        chunks: stages per rank, 1 if not given.
+        schedule: a name, a schedule, or a function that makes one; a function that takes ``costs``
+            and ``memory``, such as "auto", is given those of the balanced stages.
+        chunks: stages per rank, as the schedule has it by default if not given.
         link: connection between ranks; free if not given.
         memory: bytes that each rank has; the partition keeps within it. Not limited if not given.
         time_limit: seconds for balancing, see :func:`pipelane.partition.partition`.
@@ -110,6 +111,7 @@ def plan(
         PartitionError: more stages than layers, a profile of another model, or no partition keeps
             within ``memory``; names stages or layer and the missing bytes.
     """
+    generator = None if isinstance(schedule, Schedule) else schedule
     if isinstance(schedule, Schedule):
         _check_shape(schedule, ranks, microbatches, chunks)
     else:
@@ -125,12 +127,14 @@ def plan(
         shape.stages,
         link=link,
         memory=memory,
-        in_flight=stage_peaks(schedule),
+        in_flight=_in_flight(generator, schedule),
         placement=schedule.placement if shape.chunks > 1 else None,
         microbatches=shape.microbatches,
         time_limit=time_limit,
     )
     costs = stage_costs(profile, split.sizes, link)
+    if generator is not None:  # some are made for these costs, and for the memory that is left
+        schedule = _made_for(generator, schedule, profile, split, costs, memory)
     needed = _memory_bytes(profile, split.sizes, schedule, costs)
     if memory is not None:
         _check_memory(needed, memory, split, schedule)
@@ -169,13 +173,51 @@ def _check_profile(profile: Profile, model: nn.Module) -> None:
         )
 
 
+def _in_flight(generator: str | Callable[..., Schedule] | None, first: Schedule) -> list[int]:
+    """Micro-batches that each stage holds, to balance by.
+
+    A schedule that is made for the memory will hold what fits; it is balanced as if it held as
+    many as keep a pipeline of whole backwards going, one per stage from here on.
+    """
+    peaks = list(stage_peaks(first))
+    if generator is None or not takes_memory(generator):
+        return peaks
+    return [min(peak, len(peaks) - stage) for stage, peak in enumerate(peaks)]
+
+
+def _made_for(
+    generator: str | Callable[..., Schedule],
+    first: Schedule,
+    profile: Profile,
+    split: Partition,
+    costs: Costs,
+    memory: float | None,
+) -> Schedule:
+    """The schedule for the stages as they have become."""
+    shape = first.shape
+    left: list[float] | None = None
+    if memory is not None:
+        left = [memory - static for static in _static_bytes(profile, split.sizes, first)]
+    made = build_schedule(generator, shape.ranks, shape.microbatches, shape.chunks, costs, left)
+    if made.placement != first.placement:  # the stages were balanced for another one
+        return first
+    check(made)
+    return made
+
+
 def _memory_bytes(
     profile: Profile, sizes: Sequence[int], schedule: Schedule, costs: Costs
 ) -> tuple[int, ...]:
     """Bytes per rank: its static bytes, and its activations at the schedule's own peak."""
+    static = _static_bytes(profile, sizes, schedule)
+    peaks = peak_bytes(schedule, costs)
+    return tuple(one + round(peak) for one, peak in zip(static, peaks, strict=True))
+
+
+def _static_bytes(profile: Profile, sizes: Sequence[int], schedule: Schedule) -> list[int]:
     ends = [0, *accumulate(sizes)]
     needed = []
-    for rank, peak in enumerate(peak_bytes(schedule, costs)):
+    for rank in range(schedule.shape.ranks):
         own = {i for stage in schedule.stages_of(rank) for i in range(ends[stage], ends[stage + 1])}
         static = sum(profile.layers[i].static_bytes for i in own)
         for shared in profile.shared:
@@ -184,8 +226,8 @@ def _memory_bytes(
             for layer in here[1:]:
                 share = layer.static_bytes / layer.parameter_bytes if layer.parameter_bytes else 0
                 static -= round(share * shared.bytes)
-        needed.append(static + round(peak))
-    return tuple(needed)
+        needed.append(static)
+    return needed
 
 
 def _check_memory(

@@ -116,3 +116,14 @@ def test_what_cannot_be_planned() -> None:
         pipelane.plan(MODEL, X, 2, microbatches=4, schedule="nope", profile=EVEN)
     with pytest.raises(ProfileError, match="layer '0'"):
         pipelane.plan(MODEL, torch.randn(2, 3), 2, microbatches=4)
+
+
+def test_auto_is_made_for_the_balanced_stages_and_the_memory_that_is_left() -> None:
+    uneven = profile_of(1, 5, 2, 2, 7, 1)
+    made = pipelane.plan(MODEL, X, 3, microbatches=6, schedule="auto", profile=uneven)
+    plain = pipelane.plan(MODEL, X, 3, microbatches=6, schedule="1f1b", profile=uneven)
+    assert made.schedule.name == "auto"
+    assert made.schedule.splits_backward
+    assert made.timeline.makespan < plain.timeline.makespan
+    tight = pipelane.plan(MODEL, X, 3, microbatches=6, schedule="auto", profile=EVEN, memory=1700)
+    assert max(tight.memory_bytes) <= 1700
