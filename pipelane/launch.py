@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -264,7 +265,15 @@ def _watch(workers: Sequence[_Process], grace: float) -> tuple[list[Any], list[i
             if code is None:
                 continue
             del running[rank]
-            if code != 0:
+            if code != 0 and _finished(worker):
+                # Its work is done and its result is here: only the interpreter's own end failed,
+                # as threads of the communication library now and then make it.
+                warnings.warn(
+                    f"rank {rank} had returned its result and then ended badly: {_ending(code)}",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+            elif code != 0:
                 failed.append(rank)
                 deadline = deadline or time.monotonic() + grace
         if running and deadline is not None and time.monotonic() > deadline:
@@ -272,6 +281,12 @@ def _watch(workers: Sequence[_Process], grace: float) -> tuple[list[Any], list[i
         if running:
             time.sleep(_POLL)
     return [worker.report() for worker in workers], failed
+
+
+def _finished(worker: _Process) -> bool:
+    """Whether a rank has reported that its function returned."""
+    report = worker.report()
+    return bool(report) and report[0] == "ok"
 
 
 def _end(workers: Sequence[_Process]) -> None:

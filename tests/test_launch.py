@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import subprocess
 import sys
@@ -146,3 +147,15 @@ def unpicklable() -> object:
 def test_a_result_that_cannot_be_sent_is_an_error() -> None:
     with pytest.raises(errors.LaunchError, match=r"rank [01] failed"):
         pipelane.launch(unpicklable, 2)
+
+
+def returns_and_then_dies() -> int:
+    rank = dist.get_rank()
+    if rank == 1:
+        atexit.register(os.abort)
+    return rank
+
+
+def test_a_result_is_not_lost_when_the_interpreter_ends_badly() -> None:
+    with pytest.warns(RuntimeWarning, match="rank 1 had returned its result .*: killed by SIGABRT"):
+        assert pipelane.launch(returns_and_then_dies, 2) == [0, 1]
