@@ -86,11 +86,13 @@ class Tied:
         nodes: those that share.
         bytes: of the parameters that they share.
         name: of the parameter, for messages.
+        static_bytes: with gradient and optimizer state; ``bytes`` if not given.
     """
 
     nodes: tuple[Hashable, ...]
     bytes: float
     name: str = ""
+    static_bytes: float | None = None
 
 
 def build_graph(
@@ -151,7 +153,9 @@ def chain_graph(profile: Profile) -> networkx.DiGraph:
     import networkx
 
     graph = networkx.DiGraph(
-        tied=tuple(Tied(one.layers, one.bytes, one.name) for one in profile.shared)
+        tied=tuple(
+            Tied(one.layers, one.bytes, one.name, one.static_bytes) for one in profile.shared
+        )
     )
     for index, layer in enumerate(profile.layers):
         graph.add_node(
@@ -313,7 +317,12 @@ def graph_to_json(graph: networkx.DiGraph) -> str:
         "edges": [list(edge) for edge in graph.edges if edge not in implied],
         "colocate": [list(group) for group in graph.graph.get("colocate", ())],
         "tied": [
-            {"nodes": list(tied.nodes), "bytes": tied.bytes, "name": tied.name}
+            {
+                "nodes": list(tied.nodes),
+                "bytes": tied.bytes,
+                "name": tied.name,
+                "static_bytes": tied.static_bytes,
+            }
             for tied in graph.graph.get("tied", ())
         ],
     }
@@ -359,7 +368,7 @@ def graph_from_json(text: str, where: str = "graph") -> networkx.DiGraph:
     tied = []
     for number, entry in enumerate(_entries(data, "tied", where)):
         place = f"{where}, tied parameter {number}"
-        found = _fields(entry, ("nodes", "bytes"), ("name",), place)
+        found = _fields(entry, ("nodes", "bytes"), ("name", "static_bytes"), place)
         found["nodes"] = _nodes(found["nodes"], place)
         tied.append(Tied(**found))
     edges = [_nodes(edge, f"{where}, edge {i}") for i, edge in enumerate(data.get("edges", ()))]

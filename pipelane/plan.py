@@ -222,10 +222,8 @@ def _static_bytes(profile: Profile, sizes: Sequence[int], schedule: Schedule) ->
         static = sum(profile.layers[i].static_bytes for i in own)
         for shared in profile.shared:
             # Counted with each layer, there once.
-            here = [profile.layers[i] for i in shared.layers if i in own]
-            for layer in here[1:]:
-                share = layer.static_bytes / layer.parameter_bytes if layer.parameter_bytes else 0
-                static -= round(share * shared.bytes)
+            here = sum(i in own for i in shared.layers)
+            static -= max(0, here - 1) * shared.static_bytes
         needed.append(static)
     return needed
 

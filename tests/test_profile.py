@@ -14,6 +14,7 @@ from torch import nn
 import pipelane
 from pipelane.errors import ConfigError, ModelError, ProfileError
 from pipelane.layers import layers_of
+from pipelane.plan import stage_costs
 from pipelane.profile import LayerProfile, Profile, SharedParameter
 from pipelane.profile.measure import _unchanged
 from pipelane.profile.optimizers import state_bytes
@@ -355,9 +356,9 @@ def test_halves_of_the_backward() -> None:
     layers = profile_of(Layer(), Layer(), x=torch.randn(2, 4))
     first, second = layers
     assert first.input_grad_seconds == 0.0  # the batch needs no gradient
-    assert 0.012 <= first.weight_grad_seconds < 0.03
-    assert 0.004 <= second.input_grad_seconds < 0.012
-    assert 0.012 <= second.weight_grad_seconds < 0.03
+    assert first.weight_grad_seconds >= 0.012
+    assert 0.004 <= second.input_grad_seconds < second.weight_grad_seconds
+    assert second.weight_grad_seconds >= 0.012
     assert second.backward_seconds >= 0.016
 
 
@@ -431,11 +432,43 @@ def test_shared_parameters_are_found_by_identity() -> None:
     made = nn.Sequential(embedding, twice, nn.ReLU(), twice, head)
     found = pipelane.profile(made, torch.randint(0, 7, (3,)), repeats=1)
     assert found.shared == (
-        SharedParameter("0.weight", (0, 4), 7 * 4 * 4),
-        SharedParameter("1.weight", (1, 3), 64),
-        SharedParameter("1.bias", (1, 3), 16),
+        SharedParameter("0.weight", (0, 4), 7 * 4 * 4, 4 * 7 * 4 * 4),
+        SharedParameter("1.weight", (1, 3), 64, 256),
+        SharedParameter("1.bias", (1, 3), 16, 64),
     )
     assert pipelane.profile(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)).shared == ()
+
+
+def test_pieces_of_one_storage_are_not_shared() -> None:
+    flat = torch.randn(32)
+    one, other = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    one.weight = nn.Parameter(flat[:16].view(4, 4))
+    other.weight = nn.Parameter(flat[16:].view(4, 4))
+    made = nn.Sequential(one, other)
+    assert pipelane.profile(made, torch.randn(2, 4), repeats=1).shared == ()
+
+
+def test_static_bytes_of_shared_parameters_are_there_once() -> None:
+    """A frozen embedding, and a head with its weight and a trained bias, on one rank."""
+    embedding, head = nn.Embedding(7, 4), nn.Linear(4, 7)
+    embedding.weight.requires_grad_(False)
+    head.weight = embedding.weight
+    made = nn.Sequential(embedding, head)
+    x = torch.randint(0, 7, (3,))
+    found = pipelane.profile(made, x, repeats=1)
+    (shared,) = found.shared
+    assert shared.static_bytes == shared.bytes == 112
+    plan = pipelane.plan(made, x, 1, microbatches=1, profile=found)
+    kept = sum(layer.activation_bytes for layer in found.layers)
+    assert plan.memory_bytes == (112 + 4 * 28 + kept,)
+    assert plan.partition.loads[0].static_bytes == 112 + 4 * 28
+
+
+def test_the_whole_backward_is_what_a_whole_backward_costs() -> None:
+    layer = LayerProfile("0", "L", 1.0, 3.0, 0, 0, 0, (1,), "float32", 2.5, 1.5)
+    costs = stage_costs(Profile((layer,), 0, "cpu", 1, 1), [1])
+    assert costs.backward(0) == 3.0
+    assert (costs.input_grad, costs.weight_grad) == ((2.5,), (1.5,))
 
 
 def test_what_was_measured_is_recorded() -> None:
@@ -457,7 +490,7 @@ def test_files(tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match="cannot write"):
         found.save(tmp_path / "no" / "folder")
     (tmp_path / "bad.json").write_text(found.to_json().replace('"forward_seconds": ', '"x": ', 1))
-    with pytest.raises(ConfigError, match=r"bad\.json: layer 0: forward_seconds is missing"):
+    with pytest.raises(ConfigError, match=r"bad\.json: layer 0: unknown 'x'"):
         Profile.load(tmp_path / "bad.json")
 
 

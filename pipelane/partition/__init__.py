@@ -125,7 +125,8 @@ def partition(
         _partition(graph, problem, solution, rules, placement, note, began)
         for problem, solution, note in answers
     ]
-    best = min(made, key=lambda one: one.bottleneck)
+    # Of equally fast ones that which holds less: weights in one stage are there once.
+    best = min(made, key=lambda one: (one.bottleneck, sum(x.static_bytes for x in one.loads)))
     if len(variants) > 1:
         # What was proven for one way of keeping tied weights says nothing about the others.
         bound = min(one.lower_bound for one in made)

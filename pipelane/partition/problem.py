@@ -202,10 +202,9 @@ def _item(graph: networkx.DiGraph, members: Sequence[Hashable]) -> Item:
     parameters, static = total("parameter_bytes"), total("static_bytes")
     for tied in graph.graph.get("tied", ()):
         # Counted with each node, there once.
-        for node in [node for node in tied.nodes if node in parts][1:]:
-            own = parts[node]["parameter_bytes"]
-            parameters -= tied.bytes
-            static -= tied.bytes * (parts[node]["static_bytes"] / own if own else 0.0)
+        again = max(0, sum(node in parts for node in tied.nodes) - 1)
+        parameters -= again * tied.bytes
+        static -= again * (tied.bytes if tied.static_bytes is None else tied.static_bytes)
     return Item(
         tuple(members),
         tuple(node_name(graph, node) for node in members),

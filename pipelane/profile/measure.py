@@ -119,7 +119,7 @@ def profile(
         _dtype(example),
         name_of_optimizer,
         "estimated" if estimate else "measured",
-        _shared(layers),
+        _shared(layers, optimizer),
     )
 
 
@@ -140,22 +140,27 @@ def _check_arguments(example: object, repeats: int, warmup: int, method: str) ->
         )
 
 
-def _shared(layers: Sequence[tuple[str, nn.Module]]) -> tuple[SharedParameter, ...]:
-    """Parameters, or memory of parameters, that several layers have."""
-    owners: dict[int, tuple[str, int, list[int]]] = {}
+def _shared(
+    layers: Sequence[tuple[str, nn.Module]], optimizer: Optimizer
+) -> tuple[SharedParameter, ...]:
+    """Parameters, or the same piece of memory as parameters, that several layers have."""
+    owners: dict[tuple[int, int, int], tuple[str, nn.Parameter, list[int]]] = {}
     for index, (name, layer) in enumerate(layers):
         seen = set()
         for own, parameter in layer.named_parameters():
-            key, _ = storage_of(parameter)
+            # Parts of one flat storage that do not overlap are not shared.
+            key = (storage_of(parameter)[0], int(parameter.storage_offset()), parameter.numel())
             if key in seen or parameter.numel() == 0:
                 continue
             seen.add(key)
-            owners.setdefault(key, (f"{name}.{own}", parameter.nbytes, []))[2].append(index)
-    return tuple(
-        SharedParameter(name, tuple(where), size)
-        for name, size, where in owners.values()
-        if len(where) > 1
-    )
+            owners.setdefault(key, (f"{name}.{own}", parameter, []))[2].append(index)
+    found = []
+    for name, parameter, where in owners.values():
+        if len(where) > 1:
+            gradient = parameter.nbytes if parameter.requires_grad else 0
+            static = parameter.nbytes + gradient + state_bytes([parameter], optimizer)
+            found.append(SharedParameter(name, tuple(where), parameter.nbytes, static))
+    return tuple(found)
 
 
 @dataclass(frozen=True)

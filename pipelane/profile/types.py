@@ -48,7 +48,7 @@ class LayerProfile:
         optimizer_bytes: bytes of the optimizer's state for its parameters.
         weight_grad_bytes: bytes held from I to W, arrived gradients included.
         temporary_bytes: most bytes alive in the midst of forward or backward beyond what is alive
-            at its ends; workspace inside of kernels is seen on CUDA only.
+            at its ends; workspace inside of kernels is not seen.
         flops: floating-point operations of the forward, as torch.utils.flop_counter counts them.
     """
 
@@ -102,11 +102,18 @@ class SharedParameter:
         name: its first name in the model.
         layers: indices of the layers that have it.
         bytes: of the parameter; in each of the layers' ``parameter_bytes``.
+        static_bytes: of the parameter, its gradient and its optimizer state; in each of the layers'
+            ``static_bytes``. Four times ``bytes`` if not given.
     """
 
     name: str
     layers: tuple[int, ...]
     bytes: int
+    static_bytes: int = -1
+
+    def __post_init__(self) -> None:
+        if self.static_bytes < 0:
+            object.__setattr__(self, "static_bytes", 4 * self.bytes)
 
 
 @dataclass(frozen=True)
@@ -158,6 +165,8 @@ class Profile:
                     f"{prefix}not a profile that this version reads: kind {data['kind']!r}, schema "
                     f"{data['schema']}; expected {_KIND!r}, schema <= {SCHEMA}"
                 )
+            if data.get("method", "measured") not in ("measured", "estimated"):
+                raise ConfigError(f"{prefix}unknown method {data['method']!r}")
             layers = tuple(
                 _layer_from(prefix, number, entry) for number, entry in enumerate(data["layers"])
             )
@@ -213,6 +222,9 @@ class Profile:
 
 
 def _layer_from(prefix: str, number: int, entry: Mapping[str, Any]) -> LayerProfile:
+    known = {field.name for field in fields(LayerProfile)}
+    if unknown := [key for key in entry if key not in known]:
+        raise ConfigError(f"{prefix}layer {number}: unknown {unknown[0]!r}")
     values: dict[str, Any] = {}
     for field in fields(LayerProfile):
         if field.name in entry:
@@ -234,7 +246,10 @@ def _layer_from(prefix: str, number: int, entry: Mapping[str, Any]) -> LayerProf
 
 def _shared_from(prefix: str, entry: Mapping[str, Any], layers: int) -> SharedParameter:
     found = SharedParameter(
-        str(entry["name"]), tuple(map(int, entry["layers"])), int(entry["bytes"])
+        str(entry["name"]),
+        tuple(map(int, entry["layers"])),
+        int(entry["bytes"]),
+        int(entry.get("static_bytes", -1)),
     )
     if not all(0 <= layer < layers for layer in found.layers) or found.bytes < 0:
         raise ConfigError(
