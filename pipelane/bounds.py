@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from pipelane.actions import Kind
@@ -142,13 +143,7 @@ def _facts(schedule: Schedule, costs: Costs, memory: float | Sequence[float] | N
     back, weight, forward_only = _backward(schedule, costs)
     forward = costs.forward
 
-    def way(a: int, b: int) -> float:
-        if placement[a] == placement[b]:
-            return 0.0
-        link = costs.link_between(placement[a], placement[b])
-        size = costs.boundary_bytes[min(a, b)] if costs.boundary_bytes else 0.0
-        return link.latency + size / link.bandwidth
-
+    way = partial(costs.hop, placement)
     head, tail, last_work = [0.0] * stages, [0.0] * stages, [0.0] * stages
     last_work[0] = weight[0]
     for s in range(1, stages):
@@ -163,11 +158,11 @@ def _facts(schedule: Schedule, costs: Costs, memory: float | Sequence[float] | N
     own: list[list[int]] = [[] for _ in range(schedule.shape.ranks)]
     for s, rank in enumerate(placement):
         own[rank].append(s)
-    held = costs.activation_bytes or (0.0,) * stages
+    held = costs.held_bytes
     limits = _limits(memory, tuple(map(tuple, own)), held)
     return _Facts(
         schedule.shape.microbatches, tuple(map(tuple, own)), forward, back, weight, head, tail,
-        last_work, turn, held, costs.weight_grad_bytes or held, limits, forward_only,
+        last_work, turn, held, costs.kept_bytes, limits, forward_only,
     )  # fmt: skip
 
 

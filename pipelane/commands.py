@@ -18,6 +18,7 @@ from rich.console import Console
 
 from pipelane.costs import Costs, Link
 from pipelane.errors import ConfigError, PartitionError
+from pipelane.schedule import Shape, looped_placement, snake_placement
 
 if TYPE_CHECKING:
     from pipelane.partition import Partition
@@ -41,6 +42,7 @@ class Placement(str, Enum):
 
 
 _FOR_CHUNKS = {Placement.looped: "interleaved", Placement.v: "wave"}
+_PLACED = {Placement.looped: looped_placement, Placement.v: snake_placement}
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _SIZE = re.compile(r"^\s*([0-9.]+(?:e[+-]?\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
@@ -132,8 +134,7 @@ def partition_(
     name = schedule or ("1f1b" if chunks == 1 else _FOR_CHUNKS[placement or Placement.looped])
     ranks: Sequence[int] | None = None
     if chunks > 1 and placement is not None:
-        snake = placement is Placement.v
-        ranks = [k - 1 - s % k if snake and (s // k) % 2 else s % k for s in range(k * chunks)]
+        ranks = _PLACED[placement](Shape(k, 1, chunks))
     elif chunks > 1:
         ranks = build_schedule(name, k, m, chunks).placement
     try:

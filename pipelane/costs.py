@@ -232,8 +232,27 @@ class Costs:
             return self.weight_grad[stage]
         raise ConfigError(f"costs know F, B, I and W, not {kind}")
 
+    @property
+    def held_bytes(self) -> tuple[float, ...]:
+        """Bytes of a micro-batch from F to B or I, per stage."""
+        return self.activation_bytes or (0.0,) * self.stages
+
+    @property
+    def kept_bytes(self) -> tuple[float, ...]:
+        """Bytes of a micro-batch from I to W, per stage."""
+        return self.weight_grad_bytes or self.held_bytes
+
     def link_between(self, sender: int, receiver: int) -> Link:
         return self.links.get((sender, receiver), self.link)
+
+    def hop(self, placement: Sequence[int], stage: int, to: int) -> float:
+        """Seconds of a message from a stage to a neighbour, 0 on one rank."""
+        sender, receiver = placement[stage], placement[to]
+        if sender == receiver:
+            return 0.0
+        link = self.link_between(sender, receiver)
+        size = self.boundary_bytes[min(stage, to)] if self.boundary_bytes else 0.0
+        return link.latency + size / link.bandwidth
 
 
 def _link(entry: Mapping[str, float | None]) -> Link:

@@ -70,7 +70,8 @@ def exact(
     m, stages = shape.microbatches, range(shape.stages)
     where = looped_placement(shape) if placement is None else tuple(placement)
     times = {Kind.F: costs.forward, Kind.I: costs.input_grad, Kind.W: costs.weight_grad}
-    hops = [_hop(costs, where, s) for s in stages[:-1]]
+    # One number both ways: the faster, so that the bound holds.
+    hops = [min(costs.hop(where, s, s + 1), costs.hop(where, s + 1, s)) for s in stages[:-1]]
     work = m * (sum(map(sum, times.values())) + 2 * sum(hops))
     unit = work / _STEPS if work else 1.0
 
@@ -137,16 +138,6 @@ def exact(
     return Exact(schedule, solver.best_objective_bound * unit, status == cp_model.OPTIMAL)
 
 
-def _hop(costs: Costs, where: Sequence[int], stage: int) -> float:
-    """Seconds from a stage to the next one; the faster of both directions."""
-    a, b = where[stage], where[stage + 1]
-    if a == b:
-        return 0.0
-    size = costs.boundary_bytes[stage] if costs.boundary_bytes else 0.0
-    links = (costs.link_between(a, b), costs.link_between(b, a))
-    return min(link.latency + size / link.bandwidth for link in links)
-
-
 def _limit_memory(
     model: Any,
     costs: Costs,
@@ -156,8 +147,7 @@ def _limit_memory(
     limit: float,
 ) -> None:
     """Bytes as whole numbers, rounded in favour of what fits."""
-    held = list(costs.activation_bytes) or [0.0] * costs.stages
-    kept = list(costs.weight_grad_bytes) or held
+    held, kept = costs.held_bytes, costs.kept_bytes
     scale = 1e4 / max(*held, 1e-300)
     times, changes = [], []
     for key in own:

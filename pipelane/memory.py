@@ -37,9 +37,7 @@ def peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     F adds a stage's ``activation_bytes``; B frees them; I leaves ``weight_grad_bytes``, which W
     frees.
     """
-    stages = range(costs.stages)
-    held = [costs.activation_bytes[s] if costs.activation_bytes else 0.0 for s in stages]
-    kept = list(costs.weight_grad_bytes) or held
+    held, kept = costs.held_bytes, costs.kept_bytes
     change = {
         Kind.F: held,
         Kind.B: [-size for size in held],

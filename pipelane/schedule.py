@@ -17,7 +17,14 @@ from pathlib import Path
 from pipelane.actions import Action, Kind, parse_action
 from pipelane.errors import ScheduleError
 
-__all__ = ["Schedule", "Shape", "looped_placement", "schedule_from_csv", "schedule_from_json"]
+__all__ = [
+    "Schedule",
+    "Shape",
+    "looped_placement",
+    "schedule_from_csv",
+    "schedule_from_json",
+    "snake_placement",
+]
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,12 @@ class Shape:
 def looped_placement(shape: Shape) -> tuple[int, ...]:
     """Stage s on rank s mod p."""
     return tuple(stage % shape.ranks for stage in range(shape.stages))
+
+
+def snake_placement(shape: Shape) -> tuple[int, ...]:
+    """Down the ranks and up again: with two chunks a V, whose ends are both on rank 0."""
+    p = shape.ranks
+    return tuple(p - 1 - s % p if (s // p) % 2 else s % p for s in range(shape.stages))
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from pipelane.catalogue import build_schedule, schedule_names
 from pipelane.costs import Costs
 from pipelane.errors import ScheduleError
 from pipelane.memory import peak_bytes
-from pipelane.schedule import Schedule, Shape, looped_placement
+from pipelane.schedule import Schedule, Shape, looped_placement, snake_placement
 from pipelane.simulate import simulate
 
 __all__ = ["auto"]
@@ -124,8 +124,7 @@ def _limits(shape: Shape, memory: float | Sequence[float] | None) -> list[float]
 
 def _placements(shape: Shape) -> list[tuple[int, ...]]:
     """Looped, and with several chunks also the snake."""
-    p, looped = shape.ranks, looped_placement(shape)
-    snake = tuple(p - 1 - s % p if (s // p) % 2 else s % p for s in range(shape.stages))
+    looped, snake = looped_placement(shape), snake_placement(shape)
     return [looped] if snake == looped else [looped, snake]
 
 
@@ -150,7 +149,7 @@ def _from_catalogue(shape: Shape, costs: Costs, limits: Sequence[float]) -> list
 def _no_room(shape: Shape, costs: Costs, limits: Sequence[float]) -> str:
     held = [0.0] * shape.ranks
     for stage, rank in enumerate(looped_placement(shape)):
-        held[rank] += _held(costs, stage)[0]
+        held[rank] += costs.held_bytes[stage]
     short, rank = max((held[r] - limit, r) for r, limit in enumerate(limits))
     return (
         f"no schedule fits: the stages of rank {rank} hold {held[rank]:.0f} bytes for a single "
@@ -235,13 +234,6 @@ def _changed(policy: _Policy, m: int, draw: random.Random) -> _Policy:
     return _Policy(tuple(most), tuple(gap), tuple(eager))
 
 
-def _held(costs: Costs, stage: int) -> tuple[float, float]:
-    """Bytes of a micro-batch from F to I, and from I to W."""
-    held = costs.activation_bytes[stage] if costs.activation_bytes else 0.0
-    kept = costs.weight_grad_bytes[stage] if costs.weight_grad_bytes else held
-    return held, kept
-
-
 class _ListScheduler:
     """Plays a pipeline with a policy."""
 
@@ -254,21 +246,13 @@ class _ListScheduler:
             [s for s in range(stages) if placement[s] == rank] for rank in range(shape.ranks)
         ]
         self.seconds = (costs.forward, costs.input_grad, costs.weight_grad)
-        self.held, self.kept = zip(*(_held(costs, s) for s in range(stages)), strict=True)
+        self.held, self.kept = costs.held_bytes, costs.kept_bytes
         # What must stay free behind a forward so that its micro-batch can go on to the end.
         self.reserve = [
             sum(self.held[t] for t in self.own[placement[s]] if t > s) for s in range(stages)
         ]
-        self.hop = [self._hop(costs, s, s + 1) for s in range(stages - 1)]
-        self.back = [self._hop(costs, s + 1, s) for s in range(stages - 1)]
-
-    def _hop(self, costs: Costs, stage: int, to: int) -> float:
-        sender, receiver = self.placement[stage], self.placement[to]
-        if sender == receiver:
-            return 0.0
-        link = costs.link_between(sender, receiver)
-        size = costs.boundary_bytes[min(stage, to)] if costs.boundary_bytes else 0.0
-        return link.latency + size / link.bandwidth
+        self.hop = [costs.hop(placement, s, s + 1) for s in range(stages - 1)]
+        self.back = [costs.hop(placement, s + 1, s) for s in range(stages - 1)]
 
     def least(self) -> tuple[float, float]:
         """Makespan and span that no schedule can be below: to compare them with each other."""

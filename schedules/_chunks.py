@@ -1,4 +1,4 @@
-"""What a schedule says about chunks per rank, and the V placement."""
+"""What a schedule says about chunks per rank, and how it is cut to fewer micro-batches."""
 
 from __future__ import annotations
 
@@ -30,12 +30,6 @@ def require_chunks(name: str, shape: Shape, chunks: int) -> None:
             f"{name} has {word} per rank, got chunks={shape.chunks}; use chunks={chunks} "
             "(every p >= 1 and m >= 1 works)"
         )
-
-
-def snake_placement(shape: Shape) -> tuple[int, ...]:
-    """Down the ranks and up again: with two chunks a V, whose ends are both on rank 0."""
-    p = shape.ranks
-    return tuple(p - 1 - s % p if (s // p) % 2 else s % p for s in range(shape.stages))
 
 
 def cut(order: list[Action], microbatches: int) -> list[Action]:

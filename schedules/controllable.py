@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pipelane.schedule import Schedule, Shape
+from pipelane.schedule import Schedule, Shape, snake_placement
 
 from ._blocks import block, reordered, repeated
-from ._chunks import default_chunks, require_chunks, snake_placement
+from ._chunks import default_chunks, require_chunks
 
 
 @default_chunks(2)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 
 from pipelane.actions import Action, Kind
-from pipelane.schedule import Schedule, Shape
+from pipelane.schedule import Schedule, Shape, snake_placement
 
-from ._chunks import cut, default_chunks, require_chunks, snake_placement
+from ._chunks import cut, default_chunks, require_chunks
 
 
 @default_chunks(2)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pipelane.schedule import Schedule, Shape
+from pipelane.schedule import Schedule, Shape, snake_placement
 
-from ._chunks import default_chunks, snake_placement
+from ._chunks import default_chunks
 from ._listing import list_schedule
 
 
