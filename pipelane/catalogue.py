@@ -17,7 +17,14 @@ from pipelane.schedule import Schedule, Shape
 if TYPE_CHECKING:
     from pipelane.costs import Costs
 
-__all__ = ["GROUP", "build_schedule", "load_generator", "schedule_names", "takes_memory"]
+__all__ = [
+    "GROUP",
+    "build_schedule",
+    "default_chunks",
+    "load_generator",
+    "schedule_names",
+    "takes",
+]
 
 GROUP = "pipelane.schedules"
 
@@ -76,7 +83,7 @@ def build_schedule(
     """
     generator = load_generator(name) if isinstance(name, str) else name
     if chunks is None:
-        chunks = getattr(generator, "default_chunks", 1)
+        chunks = default_chunks(generator)
         if costs is not None and Shape(ranks, 1) and costs.stages % ranks == 0:
             chunks = costs.stages // ranks
     shape = Shape(ranks, microbatches, chunks)
@@ -101,10 +108,16 @@ def build_schedule(
     return schedule
 
 
-def takes_memory(name: str | Callable[..., Schedule]) -> bool:
-    """Whether a schedule is made for the memory that there is."""
+def default_chunks(name: str | Callable[..., Schedule]) -> int:
+    """The chunks per rank that a schedule takes if none are asked for."""
     generator = load_generator(name) if isinstance(name, str) else name
-    return bool(_wanted(generator, ["memory"]))
+    return int(getattr(generator, "default_chunks", 1))
+
+
+def takes(name: str | Callable[..., Schedule], *arguments: str) -> bool:
+    """Whether a schedule is made for any of these: "costs", or "memory"."""
+    generator = load_generator(name) if isinstance(name, str) else name
+    return bool(_wanted(generator, arguments))
 
 
 def _wanted(generator: Callable[..., Schedule], optional: Iterable[str]) -> list[str]:

@@ -18,7 +18,7 @@ from rich.text import Text
 import pipelane
 from pipelane.actions import COMMUNICATION
 from pipelane.bounds import makespan_bound
-from pipelane.catalogue import build_schedule, load_generator, schedule_names
+from pipelane.catalogue import build_schedule, default_chunks, load_generator, schedule_names
 from pipelane.check import (
     Certificate,
     Verdict,
@@ -27,7 +27,7 @@ from pipelane.check import (
     peak_activations,
     verify_program,
 )
-from pipelane.commands import compare_, parse_bytes, partition_, profile_, read_costs
+from pipelane.commands import compare_, memory_limit, partition_, profile_, read_costs
 from pipelane.costs import Costs
 from pipelane.errors import (
     CheckError,
@@ -136,7 +136,7 @@ def _describe(name: str) -> tuple[int, str]:
         return 0, str(error)
     text = generator.__doc__ or ""
     summary = " ".join(text.strip().split("\n\n")[0].split())
-    return getattr(generator, "default_chunks", 1), summary
+    return default_chunks(generator), summary
 
 
 @app.command(
@@ -176,9 +176,7 @@ def show(
 ) -> None:
     """Draw a schedule, a backward costing --i plus --w, and say how large its bubbles are."""
     costs = read_costs(costs_file)
-    limit = None if memory is None else parse_bytes(memory)
-    if limit is not None and costs is None:
-        raise ConfigError("--memory needs to know what a micro-batch holds; give it by --costs")
+    limit = memory_limit(memory, costs_file)
     made = _load(schedule, ranks, microbatches, chunks, costs, limit)
     check(made)
     if costs is None:
@@ -224,7 +222,7 @@ def _load(
         raise typer.BadParameter("a named schedule needs -p RANKS and -m MICROBATCHES")
     if costs is not None and chunks is None and costs.stages == ranks:
         # Costs of one stage per rank are cut for schedules that take several.
-        chunks = getattr(load_generator(name), "default_chunks", 1)
+        chunks = default_chunks(name)
     fitting = costs if costs is not None and costs.stages == ranks * (chunks or 1) else None
     return build_schedule(name, ranks, microbatches, chunks, fitting, memory)
 

@@ -23,7 +23,7 @@ from pipelane.schedule import Shape, looped_placement, snake_placement
 if TYPE_CHECKING:
     from pipelane.partition import Partition
 
-__all__ = ["compare_", "parse_bytes", "partition_", "profile_", "read_costs"]
+__all__ = ["compare_", "memory_limit", "parse_bytes", "partition_", "profile_", "read_costs"]
 
 
 class TiedWeights(str, Enum):
@@ -265,7 +265,7 @@ def compare_(
     from pipelane.compare import compare
     from pipelane.views.comparison import ComparisonTable
 
-    found = compare(ranks, microbatches, read_costs(costs), _limit(memory, costs))
+    found = compare(ranks, microbatches, read_costs(costs), memory_limit(memory, costs))
     if json_:
         print(
             json.dumps(
@@ -305,7 +305,12 @@ def read_costs(path: Path | None) -> Costs | None:
     return Costs.from_json(text, str(path))
 
 
-def _limit(memory: str | None, costs: Path | None) -> float | None:
+def memory_limit(memory: str | None, costs: Path | None) -> float | None:
+    """Bytes of --memory, None without.
+
+    Raises:
+        ConfigError: not a size, or nothing says what a micro-batch holds.
+    """
     if memory is None:
         return None
     if costs is None:

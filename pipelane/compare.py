@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from pipelane.bounds import makespan_bound, span_bound
-from pipelane.catalogue import build_schedule, load_generator, schedule_names
+from pipelane.catalogue import build_schedule, default_chunks, schedule_names
 from pipelane.check import check
 from pipelane.costs import Costs
 from pipelane.errors import ConfigError, PipelaneError
@@ -102,7 +101,7 @@ def compare(
         try:
             whole = costs
             if chunks == 1:
-                chunks = getattr(load_generator(name), "default_chunks", 1)
+                chunks = default_chunks(name)
             if chunks == costs.stages // ranks:
                 made = build_schedule(name, ranks, microbatches, chunks, costs, memory)
             else:
@@ -132,8 +131,7 @@ def _entry(
     name: str, made: Schedule, costs: Costs, memory: float | Sequence[float] | None, held: float
 ) -> Entry:
     timeline = simulate(made, costs)
-    bounded = partial(makespan_bound, made, costs, memory)
-    bound = bounded()
+    bound = makespan_bound(made, costs, memory)
     size = costs.boundary_bytes
     sent = 0.0
     for message in timeline.messages if size else ():

@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import nn
 
-from pipelane.catalogue import build_schedule, takes_memory
+from pipelane.catalogue import build_schedule, takes
 from pipelane.check import check
 from pipelane.costs import Costs, Link
 from pipelane.errors import PartitionError, ScheduleError
@@ -133,7 +133,7 @@ def plan(
         time_limit=time_limit,
     )
     costs = stage_costs(profile, split.sizes, link)
-    if generator is not None:  # some are made for these costs, and for the memory that is left
+    if generator is not None and takes(generator, "costs", "memory"):
         schedule = _made_for(generator, schedule, profile, split, costs, memory)
     needed = _memory_bytes(profile, split.sizes, schedule, costs)
     if memory is not None:
@@ -180,7 +180,7 @@ def _in_flight(generator: str | Callable[..., Schedule] | None, first: Schedule)
     many as keep a pipeline of whole backwards going, one per stage from here on.
     """
     peaks = list(stage_peaks(first))
-    if generator is None or not takes_memory(generator):
+    if generator is None or not takes(generator, "memory"):
         return peaks
     return [min(peak, len(peaks) - stage) for stage, peak in enumerate(peaks)]
 
@@ -193,7 +193,7 @@ def _made_for(
     costs: Costs,
     memory: float | None,
 ) -> Schedule:
-    """The schedule for the stages as they have become."""
+    """The schedule for the stages as they have become, and the memory that they leave."""
     shape = first.shape
     left: list[float] | None = None
     if memory is not None:

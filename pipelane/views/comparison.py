@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelane.views.tables import human_bytes
+from pipelane.views.terminal import time_scale
 
 if TYPE_CHECKING:
     from pipelane.compare import Comparison, Entry
@@ -38,7 +39,8 @@ class ComparisonTable:
         shown = [name for name, width in _WIDTHS.items() if options.max_width >= width]
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         table.add_column("schedule", no_wrap=True, style="bold")
-        scale, unit = _scale(found, self.unit)
+        longest = max((entry.makespan for entry in found.entries), default=0.0)
+        scale, unit = time_scale(longest, self.unit)
         suffix = f" {unit}" if unit else ""
         titles = {"makespan": f"makespan{suffix}", "span": f"span{suffix}"}
         for name in shown:
@@ -59,16 +61,6 @@ class ComparisonTable:
         yield Text(f"{legend}.", overflow="fold")
         for name, chunks, reason in found.left_out:
             yield Text(f"Left out: {name} (v={chunks}): {reason}", overflow="fold")
-
-
-def _scale(found: Comparison, unit: str) -> tuple[float, str]:
-    longest = max((entry.makespan for entry in found.entries), default=0.0)
-    if unit != "s":
-        return 1.0, unit
-    for factor, name in ((1.0, "s"), (1e3, "ms")):
-        if longest * factor >= 1:
-            return factor, name
-    return 1e6, "us"
 
 
 def _cells(entry: Entry, scale: float) -> dict[str, str]:

@@ -25,7 +25,7 @@ from pipelane.actions import Action, Kind
 from pipelane.errors import ConfigError
 from pipelane.timeline import Span, Timeline
 
-__all__ = ["TimelineView", "plain_ascii", "render_text", "require_drawable"]
+__all__ = ["TimelineView", "plain_ascii", "render_text", "require_drawable", "time_scale"]
 
 MIN_WIDTH = 40
 GUTTER = 5  # "rank " before each row
@@ -145,7 +145,7 @@ def _picture(
     require_drawable(timeline)
     peak_width = max(4, 1 + max((len(str(peak)) for peak in timeline.peak_activations), default=0))
     columns = max(1, width - GUTTER - len("busy ") - peak_width)
-    scale, unit = _scale(timeline.makespan, timeline.unit)
+    scale, unit = time_scale(timeline.makespan, timeline.unit)
     per_second = _columns_per_second(timeline, columns)
     columns = max(1, round(timeline.makespan * per_second)) if per_second else columns
     yield _title(timeline, unit, width, glyphs)
@@ -225,7 +225,7 @@ def _wrapped(parts: Sequence[Line], width: int, gap: str = "  ") -> Iterator[Lin
         yield line
 
 
-def _scale(makespan: float, unit: str) -> tuple[float, str]:
+def time_scale(makespan: float, unit: str) -> tuple[float, str]:
     """Factor and unit in which the makespan is a handy number."""
     if unit != "s":
         return 1.0, unit
