@@ -37,6 +37,7 @@ from pipelane.errors import (
     PipelaneError,
     ScheduleError,
 )
+from pipelane.files import write_text
 from pipelane.program import Program, program_from_rows
 from pipelane.schedule import Schedule, read_rows, schedule_from_csv, schedule_from_rows
 from pipelane.simulate import simulate
@@ -193,7 +194,7 @@ def show(
     require_drawable(timeline)
     bound = makespan_bound(made, costs, limit)
     if csv is not None:
-        _write(csv, made.to_csv())
+        write_text(csv, made.to_csv())
     if json_:
         print(json.dumps(_facts(made, timeline, bound.seconds)))
         return
@@ -404,28 +405,3 @@ def _console(width: int | None = None, no_color: bool = False) -> Console:
     plain = no_color or "NO_COLOR" in os.environ
     columns = width if width is not None else (None if sys.stdout.isatty() else 80)
     return Console(width=columns, no_color=plain, highlight=False, soft_wrap=False)
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    try:
-        if _is_special(path):
-            with path.open("a", encoding="utf-8", newline="") as file:
-                file.write(text)
-            return
-        path = path.resolve()  # a link stays a link
-        beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            beside.write_text(text, encoding="utf-8", newline="")
-            os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-def _is_special(path: Path) -> bool:
-    """Devices, pipes and /dev/stdout, which may lead to a file that others hold open: what is
-    there must not be replaced by a new file."""
-    system = Path(os.path.abspath(path)).parts[1:2]
-    return system in (("dev",), ("proc",)) or (path.exists() and not path.is_file())

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from pipelane.costs import Costs, Link
 from pipelane.errors import ConfigError, PartitionError
+from pipelane.files import read_text
 from pipelane.schedule import Shape, looped_placement, snake_placement
 
 if TYPE_CHECKING:
@@ -298,11 +299,7 @@ def read_costs(path: Path | None) -> Costs | None:
     """
     if path is None:
         return None
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    return Costs.from_json(text, str(path))
+    return Costs.from_json(read_text(path), str(path))
 
 
 def memory_limit(memory: str | None, costs: Path | None) -> float | None:

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from pipelane.actions import Kind
 from pipelane.errors import ConfigError
+from pipelane.files import json_object
 
 __all__ = ["Costs", "Link"]
 
@@ -181,12 +182,7 @@ class Costs:
         Raises:
             ConfigError: not such an object; names what is wrong.
         """
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"{where} is not JSON: {error}") from None
-        if not isinstance(data, dict):
-            raise ConfigError(f"{where}: expected an object, got {type(data).__name__}")
+        data = json_object(text, where)
         known = {"kind", "schema", "link", "links", *_LISTS}
         unknown = [key for key in data if key not in known]
         if unknown or data.get("kind", _KIND) != _KIND or data.get("schema", 1) != SCHEMA:

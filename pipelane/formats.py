@@ -10,15 +10,15 @@ Times stay in the unit of the file, which ``graph.graph["unit"]`` names.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Container, Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelane.errors import ConfigError, PartitionError
+from pipelane.files import json_object, read_text
 from pipelane.graph import Tensor, build_graph, graph_from_json
 
 if TYPE_CHECKING:
@@ -41,25 +41,15 @@ def read_graph(path: str | Path) -> networkx.DiGraph | Profile:
         PartitionError: it was read and is no valid graph.
     """
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    where = str(path)
+    text, where = read_text(path), str(path)
     if not text.lstrip().startswith("{"):
         return read_pipedream(text, where)
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{where} is not JSON: {error}") from None
+    data = json_object(text, where)
     kind = data.get("kind")
     if kind == "pipelane.profile":
         from pipelane.profile import Profile  # which needs torch
 
-        try:
-            return Profile.from_json(text)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
+        return Profile.from_json(text, where)
     if kind == "pipelane.graph":
         return graph_from_json(text, where)
     nodes = data.get("nodes")
@@ -86,16 +76,11 @@ def read_dnn_partitioning(text: str, where: str = "graph") -> networkx.DiGraph:
         text: the file.
         where: what to call it in messages.
     """
-    data = _object(text, where)
+    data = json_object(text, where)
     found: dict[Hashable, dict[str, Any]] = {}
     backward: set[Hashable] = set()
     groups: dict[Hashable, list[Hashable]] = {}
-    names = Counter(entry.get("name") for entry in _list(data, "nodes", where))
-    for number, entry in enumerate(_list(data, "nodes", where)):
-        place = f"{where}, node {number}"
-        node = _key(entry, "id", place)
-        if node in found:
-            raise ConfigError(f"{place}: a second node with id {node!r}")
+    for place, node, name, entry in _each_node(data, where):
         seconds = _number(entry, "fpgaLatency", place)
         is_backward = bool(entry.get("isBackwardNode"))
         found[node] = {
@@ -103,21 +88,13 @@ def read_dnn_partitioning(text: str, where: str = "graph") -> networkx.DiGraph:
             "backward": seconds if is_backward else 0.0,
             "static_bytes": _number(entry, "size", place, 0.0),
         }
-        if names[entry.get("name")] == 1 and "name" in entry:
-            found[node]["name"] = entry["name"]
+        found[node] |= name
         if is_backward:
             backward.add(node)
         if entry.get("colorClass") is not None:
             groups.setdefault(entry["colorClass"], []).append(node)
     color = {node: c for c, nodes in groups.items() for node in nodes}
-    outputs: dict[Hashable, dict[Hashable, float]] = {}
-    for number, entry in enumerate(_list(data, "edges", where)):
-        place = f"{where}, edge {number}"
-        source, target = _key(entry, "sourceId", place), _key(entry, "destId", place)
-        for end in (source, target):
-            if end not in found:
-                raise PartitionError(f"{place}: there is no node {end!r}")
-        outputs.setdefault(source, {})[target] = _number(entry, "cost", place, 0.0)
+    outputs = _outputs(data, where, found, "cost")
     forward = {
         (color.get(a, a), color.get(b, b))
         for a, targets in outputs.items()
@@ -235,15 +212,10 @@ def read_piper(text: str, where: str = "graph") -> networkx.DiGraph:
         text: the file.
         where: what to call it in messages.
     """
-    data = _object(text, where)
+    data = json_object(text, where)
     bandwidth = _number(data, "bandwidth", where, math.inf)
     found: dict[Hashable, dict[str, Any]] = {}
-    names = Counter(entry.get("name") for entry in _list(data, "nodes", where))
-    for number, entry in enumerate(_list(data, "nodes", where)):
-        place = f"{where}, node {number}"
-        node = _key(entry, "id", place)
-        if node in found:
-            raise ConfigError(f"{place}: a second node with id {node!r}")
+    for place, node, name, entry in _each_node(data, where):
         variants = entry.get("TMPCs", {}).get("1", [])
         plain = next((v for v in variants if v.get("id") == "vanilla"), None)
         if plain is None:
@@ -254,16 +226,8 @@ def read_piper(text: str, where: str = "graph") -> networkx.DiGraph:
             "static_bytes": _number(plain, "memoryUsageB", place),
             "activation_bytes": _number(plain, "memoryUsageA", place),
         }
-        if names[entry.get("name")] == 1 and "name" in entry:
-            found[node]["name"] = entry["name"]
-    outputs: dict[Hashable, dict[Hashable, float]] = {}
-    for number, entry in enumerate(_list(data, "edges", where)):
-        place = f"{where}, edge {number}"
-        source, target = _key(entry, "sourceId", place), _key(entry, "destId", place)
-        for end in (source, target):
-            if end not in found:
-                raise PartitionError(f"{place}: there is no node {end!r}")
-        outputs.setdefault(source, {})[target] = _number(entry, "communicationCost", place, 0.0)
+        found[node] |= name
+    outputs = _outputs(data, where, found, "communicationCost")
     tensors = [
         Tensor(
             source,
@@ -277,14 +241,36 @@ def read_piper(text: str, where: str = "graph") -> networkx.DiGraph:
     return build_graph(found, tensors)
 
 
-def _object(text: str, where: str) -> dict[str, Any]:
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{where} is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{where}: expected an object, got {type(data).__name__}")
-    return data
+def _each_node(
+    data: Mapping[str, Any], where: str
+) -> Iterator[tuple[str, Hashable, dict[str, str], dict[str, Any]]]:
+    """Of each node its place in the file, its id, its name if no other has the same, and itself."""
+    entries = _list(data, "nodes", where)
+    names = Counter(entry.get("name") for entry in entries)
+    seen: set[Hashable] = set()
+    for number, entry in enumerate(entries):
+        place = f"{where}, node {number}"
+        node = _key(entry, "id", place)
+        if node in seen:
+            raise ConfigError(f"{place}: a second node with id {node!r}")
+        seen.add(node)
+        own = "name" in entry and names[entry["name"]] == 1
+        yield place, node, {"name": entry["name"]} if own else {}, entry
+
+
+def _outputs(
+    data: Mapping[str, Any], where: str, nodes: Container[Hashable], key: str
+) -> dict[Hashable, dict[Hashable, float]]:
+    """Node -> those that take its output -> what the edge says about it under ``key``."""
+    found: dict[Hashable, dict[Hashable, float]] = {}
+    for number, entry in enumerate(_list(data, "edges", where)):
+        place = f"{where}, edge {number}"
+        source, target = _key(entry, "sourceId", place), _key(entry, "destId", place)
+        for end in (source, target):
+            if end not in nodes:
+                raise PartitionError(f"{place}: there is no node {end!r}")
+        found.setdefault(source, {})[target] = _number(entry, key, place, 0.0)
+    return found
 
 
 def _list(data: Mapping[str, Any], key: str, where: str) -> list[dict[str, Any]]:
@@ -318,11 +304,3 @@ def _checked(number: float, value: object, what: str) -> float:
     if not (math.isfinite(number) and number >= 0):
         raise ConfigError(f"{what} must be a finite number >= 0, got {value!r}")
     return number
-
-
-#: What :func:`read_graph` knows, for help texts.
-FORMATS: dict[str, Callable[[str, str], Any]] = {
-    "dnn-partitioning": read_dnn_partitioning,
-    "PipeDream": read_pipedream,
-    "Piper": read_piper,
-}

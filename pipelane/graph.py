@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipelane.errors import ConfigError, PartitionError
+from pipelane.files import json_object
 
 if TYPE_CHECKING:
     import networkx
@@ -342,11 +343,8 @@ def graph_from_json(text: str, where: str = "graph") -> networkx.DiGraph:
         ConfigError: not such an object; says which entry and what was expected.
         PartitionError: a graph that is not valid, see :func:`validate_graph`.
     """
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{where} is not JSON: {error}") from None
-    if not isinstance(data, dict) or data.get("kind") != _KIND:
+    data = json_object(text, where)
+    if data.get("kind") != _KIND:
         raise ConfigError(f"{where}: expected an object with kind {_KIND!r}")
     if not (isinstance(data.get("schema", 1), int) and 1 <= data.get("schema", 1) <= SCHEMA):
         raise ConfigError(f"{where}: schema {data['schema']!r}; this version reads up to {SCHEMA}")

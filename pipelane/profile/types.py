@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from pipelane.errors import ConfigError
+from pipelane.files import read_text, write_text
 
 __all__ = ["LayerProfile", "Profile", "SharedParameter"]
 
@@ -196,16 +196,7 @@ class Profile:
         Raises:
             ConfigError: the file cannot be written.
         """
-        path = Path(path)
-        beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            try:
-                beside.write_text(self.to_json() + "\n", encoding="utf-8")
-                os.replace(beside, path)
-            finally:
-                beside.unlink(missing_ok=True)
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+        write_text(Path(path), self.to_json() + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
@@ -214,11 +205,7 @@ class Profile:
         Raises:
             ConfigError: the file cannot be read, or is no profile.
         """
-        try:
-            text = Path(path).read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the profile {path}: {error}") from error
-        return cls.from_json(text, str(path))
+        return cls.from_json(read_text(Path(path), "the profile "), str(path))
 
 
 def _layer_from(prefix: str, number: int, entry: Mapping[str, Any]) -> LayerProfile:
