@@ -17,7 +17,7 @@ from pipelane.partition import milp
 from pipelane.partition.downsets import Lattice, Rule, prefixes, search, stage_time
 from pipelane.partition.orders import topological_orders
 from pipelane.partition.problem import Problem
-from pipelane.partition.solve import Solution, is_plain_chain
+from pipelane.partition.solve import Solution
 
 __all__ = ["solve_interleaved"]
 
@@ -47,12 +47,8 @@ def solve_interleaved(
     Raises:
         PartitionError: more stages than items, or no partition fits into memory.
     """
-    stages, items = len(placement), len(problem.items)
-    if stages > items:
-        raise PartitionError(
-            f"{stages} stages for {items} layers: every stage needs at least one; use at most "
-            f"{items} stages, or split the layers"
-        )
+    stages = len(placement)
+    problem.refuse_empty_stages(stages)
     average = sum(item.seconds for item in problem.items) / _total_speed(placement, rules)
     fastest = max(rule.speed for rule in rules)
     heaviest = max(problem.items, key=lambda item: item.seconds)
@@ -60,12 +56,10 @@ def solve_interleaved(
     if heaviest.seconds / fastest > average:
         bound = heaviest.seconds / fastest
         reason = f"the heaviest layer, {heaviest.names[0]!r}, which cannot be cut"
-    if is_plain_chain(problem) and stages > 1:
+    if problem.is_plain_chain and stages > 1:
         # Each of the stages but one pays for a boundary, and so does its neighbour.
-        paid = [0.0] * (items - 1)
-        for cut in problem.cuts:
-            paid[cut.source] += cut.seconds
-        least = 2 * sum(sorted(paid)[: stages - 1]) * min(rule.speed for rule in rules)
+        paid = sum(sorted(problem.boundaries())[: stages - 1])
+        least = 2 * paid * min(rule.speed for rule in rules)
         average += least / _total_speed(placement, rules)
         if average >= bound:
             bound, reason = (
@@ -84,8 +78,7 @@ def solve_interleaved(
     assert best is not None
     exact = not best.value[0] and best.value[1] <= bound * (1 + _ROUNDING)
     method = "local search over boundaries"
-    one_order = all(mask >> (item - 1) & 1 for item, mask in enumerate(problem.before) if item)
-    if not exact and one_order and best.prove(deadline):
+    if not exact and problem.has_one_order and best.prove(deadline):
         exact = True
         method = "all ways to cut, with bounds"
         bound, reason = best.value[1], "no other cuts between layers do better"
@@ -142,11 +135,8 @@ class _Cutting:
             [0.0, *accumulate(getattr(item, key) for item in ordered)]
             for key in ("seconds", "static_bytes", "activation_bytes")
         )
-        self.is_chain = is_plain_chain(problem)
-        self.edge = [0.0] * (self.n + 1)
-        if self.is_chain:
-            for cut in problem.cuts:
-                self.edge[cut.source + 1] += cut.seconds
+        self.is_chain = problem.is_plain_chain
+        self.edge = [0.0, *problem.boundaries(), 0.0] if self.is_chain else []
         self.limit = [0.0] * self.ranks
         for rank, rule in zip(placement, rules, strict=True):
             self.limit[rank] = rule.memory

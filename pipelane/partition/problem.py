@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from pipelane.costs import Link
+from pipelane.errors import PartitionError
 from pipelane.graph import Tensor, node_name, tensors_of, times_of
 
 if TYPE_CHECKING:
@@ -101,6 +102,35 @@ class Problem:
             for item in bits(cut.items):
                 found[item].append(cut)
         return tuple(map(tuple, found))
+
+    @property
+    def has_one_order(self) -> bool:
+        """Whether each item waits for the one before."""
+        return all(mask >> (item - 1) & 1 for item, mask in enumerate(self.before) if item)
+
+    @property
+    def is_plain_chain(self) -> bool:
+        """One row of items, with transfers between neighbours only, both of whom pay."""
+        return (
+            self.charge == "both"
+            and all(mask == (1 << item >> 1) for item, mask in enumerate(self.before))
+            and all(cut.items == 0b11 << cut.source for cut in self.cuts)
+        )
+
+    def boundaries(self) -> list[float]:
+        """Of a plain chain: seconds of what passes behind each item but the last."""
+        found = [0.0] * (len(self.items) - 1)
+        for cut in self.cuts:
+            found[cut.source] += cut.seconds
+        return found
+
+    def refuse_empty_stages(self, stages: int) -> None:
+        """Raise PartitionError if there are more stages than items."""
+        if stages > len(self.items):
+            raise PartitionError(
+                f"{stages} stages for {len(self.items)} layers: every stage needs at least one; "
+                f"use at most {len(self.items)} stages, or split the layers"
+            )
 
     def transfers(self, stage: int) -> list[Cut]:
         """The cuts that a stage pays for."""

@@ -30,7 +30,7 @@ from pipelane.partition.downsets import (
 from pipelane.partition.orders import greedy, near, topological_orders
 from pipelane.partition.problem import Item, Problem, bits, reduced
 
-__all__ = ["MOST_DOWNSETS", "Rules", "Solution", "is_plain_chain", "solve"]
+__all__ = ["MOST_DOWNSETS", "Rules", "Solution", "solve"]
 
 #: Up to so many downsets are searched exactly.
 MOST_DOWNSETS = 60_000
@@ -85,14 +85,11 @@ def solve(
         PartitionError: more stages than items, or memory that no partition meets; says which item
             or stage lacks how many bytes.
     """
-    if exactly and stages > len(problem.items):
-        raise PartitionError(
-            f"{stages} stages for {len(problem.items)} layers: every stage needs at least one; use "
-            f"at most {len(problem.items)} stages, or split the layers"
-        )
+    if exactly:
+        problem.refuse_empty_stages(stages)
     stages = min(stages, len(problem.items))
     task = _Task(problem, stages, rules, exactly, recompute, deadline, most_downsets)
-    if not task.limited and is_plain_chain(problem) and task.even_speed:
+    if not task.limited and problem.is_plain_chain and task.even_speed:
         return _chain(task)
     _refuse_impossible_items(task)
     smaller = problem
@@ -182,22 +179,11 @@ def _called(names: Sequence[str]) -> str:
     return f"the group of {len(names)} layers with {names[0]!r}"
 
 
-def is_plain_chain(problem: Problem) -> bool:
-    """One row of items, with transfers between neighbours only."""
-    return (
-        problem.charge == "both"
-        and all(problem.before[i] == (1 << i >> 1) for i in range(len(problem.items)))
-        and all(cut.items == 0b11 << cut.source for cut in problem.cuts)
-    )
-
-
 def _chain(task: _Task) -> Solution:
     """The programme for chains, which needs no arrays."""
     problem = task.problem
-    boundary = [0.0] * (len(problem.items) - 1)
-    for cut in problem.cuts:
-        boundary[cut.source] += cut.seconds
     costs = [item.seconds for item in problem.items]
+    boundary = problem.boundaries()
     sizes = chain_partition(costs, task.stages, boundary=boundary, at_most=not task.exactly)
     masks, begin = [], 0
     for size in sizes:
@@ -240,23 +226,25 @@ def _search(task: _Task, tables: list[Sequence[Rule]] | None = None) -> Solution
     state = _State(task, tables)
     masks = all_downsets(problem, task.most_downsets)
     chain = masks is not None and len(masks) == len(problem.items) + 1
+    lattice: Lattice | None = None
     for order in topological_orders(problem, _ORDERS):
         try:
-            state.cut(order)
+            lattice = state.cut(order)
         except Timeout:
             break
         if state.value <= bound.seconds * (1 + _ROUNDING) and not chain:
             return state.solution(bound.seconds, bound.reason, True, "cutting topological orders")
     method = ""
     if masks is not None:
-        lattice = Lattice(problem, masks)
+        if lattice is None or not chain:  # a chain's only order has all its downsets
+            lattice = Lattice(problem, masks)
         try:
             for table in () if chain else tables:  # a chain's only order has been cut
                 state.improve(lattice, table)
             if state.best is None:
                 raise PartitionError(_why_infeasible(task, tables, lattice))
             proof = f"none of the {len(lattice)} downsets gives a better one"
-            if len(lattice) == len(problem.items) + 1:
+            if chain:
                 proof = "no other cuts do better"
             reason = _no_better(problem, state.best.stages, state.table, proof)
             state.even(lattice)
@@ -324,8 +312,8 @@ class _State:
         self.table: Sequence[Rule] = tables[0]
         self.value = math.inf
 
-    def cut(self, order: Sequence[int]) -> None:
-        """Cut an order as if it were a chain."""
+    def cut(self, order: Sequence[int]) -> Lattice:
+        """Cut an order as if it were a chain; returns the lattice of its prefixes."""
         problem = self.task.problem
         lattice = Lattice(problem, prefixes(order))
         for table in self.tables:
@@ -336,6 +324,7 @@ class _State:
             if guess is not None:
                 limit = min(limit, guess * (1 + 1e-9))
             self.improve(lattice, table, limit)
+        return lattice
 
     def improve(self, lattice: Lattice, table: Sequence[Rule], limit: float | None = None) -> None:
         """Search for a better one in a lattice; raises Timeout."""
