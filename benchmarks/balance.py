@@ -8,14 +8,10 @@ the profile and the simulator say of each partition.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +24,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 import pipelane
 from benchmarks.layers import Block, SleepLayer
 from benchmarks.neighbours import equal_layers
+from benchmarks.turns import clearing, run_cases, take_turns
 from pipelane.plan import stage_costs
 
 VOCABULARY, WIDTH, TOKENS = 16_000, 256, 64
@@ -111,19 +108,12 @@ def measure(name: str, rounds: int | None) -> dict[str, Any]:
         )
         for label, split in sizes.items()
     }
-    seconds: dict[str, list[float]] = {label: [] for label in pipes}
-    warm_up = 2
-    for number in range(warm_up + (rounds or case.rounds)):
-        for label, pipe in pipes.items():
-            for parameter in pipe.parameters():
-                parameter.grad = None
-            dist.barrier()
-            began = time.perf_counter()
-            pipe.step(x, y)
-            window = torch.tensor([-began, time.perf_counter()], dtype=torch.float64)
-            dist.all_reduce(window, op=dist.ReduceOp.MAX)
-            if number >= warm_up:
-                seconds[label].append((window[0] + window[1]).item())
+
+    def stepping(pipe: pipelane.Pipeline) -> Callable[[], Any]:
+        return clearing(list(pipe.parameters()), lambda: pipe.step(x, y))
+
+    steps = {label: stepping(pipe) for label, pipe in pipes.items()}
+    seconds = take_turns(steps, rounds or case.rounds)
     return {"sizes": sizes, "predicted": predicted, "gap": gap, "seconds": seconds}
 
 
@@ -158,25 +148,5 @@ def report(name: str, found: dict[str, Any], console: Console) -> dict[str, Any]
     return {"case": name, "about": case.about, "partitions": rows}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("cases", nargs="*", metavar="case", help=f"of {', '.join(CASES)}")
-    parser.add_argument("--rounds", type=int, help="counted steps per partition")
-    parser.add_argument("--json", type=Path, help="write the figures to a file")
-    options = parser.parse_args()
-    unknown = sorted(set(options.cases) - set(CASES))
-    if unknown:
-        parser.error(f"unknown case {unknown[0]!r}; choose from {', '.join(CASES)}")
-    console = Console()
-    reports = []
-    for name in options.cases or CASES:
-        found = pipelane.launch(measure, CASES[name].ranks, name, options.rounds)[0]
-        reports.append(report(name, found, console))
-    if options.json is not None:
-        options.json.write_text(json.dumps({"reports": reports}, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(__doc__, CASES, measure, report)

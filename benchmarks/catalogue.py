@@ -9,14 +9,10 @@ half of the backward is for the input and half for the weight.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +26,7 @@ from torch.nn.functional import mse_loss
 
 import pipelane
 from benchmarks.layers import SplitSleepLayer
+from benchmarks.turns import clearing, run_cases, take_turns
 from pipelane.catalogue import schedule_names
 from pipelane.costs import Costs
 from pipelane.schedule import Schedule, schedule_from_rows
@@ -95,7 +92,7 @@ def contenders(case: Case) -> tuple[dict[str, Callable[[], Any]], dict[str, floa
             copy.deepcopy(model), schedule=schedule, microbatches=m, loss_fn=mse_loss,
             chunks=schedule.shape.chunks, partition=[1] * stages,
         )  # fmt: skip
-        steps[f"pipelane {name}"] = _clearing(
+        steps[f"pipelane {name}"] = clearing(
             list(pipe.parameters()), lambda pipe=pipe: pipe.step(x, y)
         )
         if kind is None:  # not in this version of torch
@@ -113,7 +110,7 @@ def contenders(case: Case) -> tuple[dict[str, Callable[[], Any]], dict[str, floa
             theirs.step(*([x] if first else []), **({"target": y} if last else {}))
 
         parameters = [q for part in parts for q in part.submod.parameters()]
-        steps[f"torch {name}"] = _clearing(parameters, torch_step)
+        steps[f"torch {name}"] = clearing(parameters, torch_step)
     return steps, ideal
 
 
@@ -131,37 +128,18 @@ def _order_of(kind: Any, p: int, m: int, name: str) -> Schedule:
     return schedule_from_rows(rows, name=name)
 
 
-def _clearing(parameters: list[nn.Parameter], step: Callable[[], Any]) -> Callable[[], Any]:
-    def run() -> None:
-        for parameter in parameters:
-            parameter.grad = None
-        step()
-
-    return run
-
-
 def measure(name: str, rounds: int | None) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Seconds of every counted step of every contender."""
     case = CASES[name]
     steps, ideal = contenders(case)
-    seconds: dict[str, list[float]] = {label: [] for label in steps}
-    warm_up = 1
-    for number in range(warm_up + (rounds or case.rounds)):
-        for label, step in steps.items():
-            dist.barrier()
-            began = time.perf_counter()
-            step()
-            window = torch.tensor([-began, time.perf_counter()], dtype=torch.float64)
-            dist.all_reduce(window, op=dist.ReduceOp.MAX)
-            if number >= warm_up:
-                seconds[label].append((window[0] + window[1]).item())
+    seconds = take_turns(steps, rounds or case.rounds, warm_up=1)
     return seconds, ideal
 
 
 def report(
-    name: str, seconds: dict[str, list[float]], ideal: dict[str, float], console: Console
+    name: str, found: tuple[dict[str, list[float]], dict[str, float]], console: Console
 ) -> dict[str, Any]:
-    case = CASES[name]
+    case, (seconds, ideal) = CASES[name], found
     table = Table(
         title=f"{name}: {case.about}; p={case.ranks}, m={case.microbatches}",
         box=None, padding=(0, 2, 0, 0), title_justify="left",
@@ -174,8 +152,8 @@ def report(
         if f"pipelane {schedule}" not in seconds:
             continue
         ours = statistics.median(seconds[f"pipelane {schedule}"])
-        found = seconds.get(f"torch {schedule}")
-        theirs = statistics.median(found) if found else None
+        measured = seconds.get(f"torch {schedule}")
+        theirs = statistics.median(measured) if measured else None
         least = ideal.get(schedule)
         row = {
             "pipelane": ours,
@@ -193,25 +171,5 @@ def report(
     return {"case": name, "about": case.about, "schedules": rows}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("cases", nargs="*", metavar="case", help=f"of {', '.join(CASES)}")
-    parser.add_argument("--rounds", type=int, help="counted steps per contender")
-    parser.add_argument("--json", type=Path, help="write the figures to a file")
-    options = parser.parse_args()
-    unknown = sorted(set(options.cases) - set(CASES))
-    if unknown:
-        parser.error(f"unknown case {unknown[0]!r}; choose from {', '.join(CASES)}")
-    console = Console()
-    reports = []
-    for name in options.cases or CASES:
-        seconds, ideal = pipelane.launch(measure, CASES[name].ranks, name, options.rounds)[0]
-        reports.append(report(name, seconds, ideal, console))
-    if options.json is not None:
-        options.json.write_text(json.dumps({"reports": reports}, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(__doc__, CASES, measure, report)

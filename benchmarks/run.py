@@ -15,7 +15,6 @@ import os
 import platform
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +30,7 @@ from torch.nn.functional import mse_loss
 import pipelane
 from benchmarks.by_hand import HandWritten1F1B
 from benchmarks.layers import Block, SleepLayer
+from benchmarks.turns import clearing, take_turns
 
 
 @dataclass(frozen=True)
@@ -82,19 +82,11 @@ def contenders(case: Case) -> dict[str, Callable[[], Any]]:
     y = torch.randn(case.rows, *case.row, generator=generator)
     steps: dict[str, Callable[[], Any]] = {}
 
-    def with_zero(parameters: list[nn.Parameter], step: Callable[[], Any]) -> Callable[[], Any]:
-        def run() -> None:
-            for parameter in parameters:
-                parameter.grad = None
-            step()
-
-        return run
-
     for name in ("1f1b", "gpipe"):
         pipe = pipelane.Pipeline(
             copy.deepcopy(model), schedule=name, microbatches=m, loss_fn=mse_loss, partition=[1] * p
         )
-        steps[f"pipelane {name}"] = with_zero(
+        steps[f"pipelane {name}"] = clearing(
             list(pipe.parameters()), lambda pipe=pipe: pipe.step(x, y)
         )
     for name, kind in (("1f1b", Schedule1F1B), ("gpipe", ScheduleGPipe)):
@@ -110,11 +102,11 @@ def contenders(case: Case) -> dict[str, Callable[[], Any]]:
             else:
                 schedule.step()
 
-        steps[f"torch {name}"] = with_zero(list(part.parameters()), torch_step)
+        steps[f"torch {name}"] = clearing(list(part.parameters()), torch_step)
     part = copy.deepcopy(model[rank])
     shape = (case.rows // m, *case.row)
     by_hand = HandWritten1F1B(part, m, mse_loss, shape, dist.new_group())
-    steps["by hand 1f1b"] = with_zero(list(part.parameters()), lambda: by_hand.step(x, y))
+    steps["by hand 1f1b"] = clearing(list(part.parameters()), lambda: by_hand.step(x, y))
     return steps
 
 
@@ -122,19 +114,7 @@ def measure(name: str, rounds: int | None) -> dict[str, list[float]]:
     """Seconds of every counted step of every contender; the same on all ranks."""
     case = CASES[name]
     steps = contenders(case)
-    seconds: dict[str, list[float]] = {label: [] for label in steps}
-    warm_up = 2
-    for number in range(warm_up + (rounds or case.rounds)):
-        for label, step in steps.items():
-            dist.barrier()
-            began = time.perf_counter()
-            step()
-            ended = time.perf_counter()
-            window = torch.tensor([-began, ended], dtype=torch.float64)
-            dist.all_reduce(window, op=dist.ReduceOp.MAX)
-            if number >= warm_up:
-                seconds[label].append((window[0] + window[1]).item())
-    return seconds
+    return take_turns(steps, rounds or case.rounds)
 
 
 def report(case: Case, seconds: dict[str, list[float]], console: Console) -> dict[str, Any]:

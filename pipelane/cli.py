@@ -27,7 +27,7 @@ from pipelane.check import (
     peak_activations,
     verify_program,
 )
-from pipelane.commands import compare_, memory_limit, partition_, profile_, read_costs
+from pipelane.commands import JsonFlag, compare_, memory_limit, partition_, profile_, read_costs
 from pipelane.costs import Costs
 from pipelane.errors import (
     CheckError,
@@ -55,7 +55,6 @@ app = typer.Typer(
     epilog="Start with [bold]pipelane demo[/], or [bold]pipelane show 1f1b -p 4 -m 8[/].",
 )
 
-JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")]
 WidthOption = Annotated[
     int | None, typer.Option("--width", min=40, help="Columns; the terminal's if not given.")
 ]

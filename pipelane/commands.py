@@ -24,7 +24,18 @@ from pipelane.schedule import Shape, looped_placement, snake_placement
 if TYPE_CHECKING:
     from pipelane.partition import Partition
 
-__all__ = ["compare_", "memory_limit", "parse_bytes", "partition_", "profile_", "read_costs"]
+__all__ = [
+    "JsonFlag",
+    "compare_",
+    "memory_limit",
+    "parse_bytes",
+    "partition_",
+    "profile_",
+    "read_costs",
+]
+
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")]
 
 
 class TiedWeights(str, Enum):
@@ -115,9 +126,7 @@ def partition_(
         TiedWeights, typer.Option(help="Layers that share weights.")
     ] = TiedWeights.auto,
     time_limit: Annotated[float, typer.Option(help="Seconds to search at most.")] = 60.0,
-    json_: Annotated[
-        bool, typer.Option("--json", help="One JSON object on standard output.")
-    ] = False,
+    json_: JsonFlag = False,
 ) -> None:
     """Balance layers over stages, and prove how good the balance is."""
     from pipelane.catalogue import build_schedule
@@ -258,9 +267,7 @@ def compare_(
     memory: Annotated[
         str | None, typer.Option(help="Bytes of activations per rank, such as 20GiB.")
     ] = None,
-    json_: Annotated[
-        bool, typer.Option("--json", help="One JSON object on standard output.")
-    ] = False,
+    json_: JsonFlag = False,
 ) -> None:
     """Compare all schedules under the same costs and memory."""
     from pipelane.compare import compare
