@@ -34,7 +34,12 @@ if TYPE_CHECKING:
     from pipelane.schedule import Schedule as Schedule
     from pipelane.schedule import Shape as Shape
     from pipelane.simulate import simulate as simulate
+    from pipelane.skips import pop as pop
+    from pipelane.skips import skippable as skippable
+    from pipelane.skips import stash as stash
     from pipelane.timeline import Timeline as Timeline
+    from pipelane.trees import Inputs as Inputs
+    from pipelane.trees import Shared as Shared
 
 __version__ = "0.1.0"
 
@@ -61,7 +66,12 @@ _HOME = {
     "Schedule": "schedule",
     "Shape": "schedule",
     "simulate": "simulate",
+    "pop": "skips",
+    "skippable": "skips",
+    "stash": "skips",
     "Timeline": "timeline",
+    "Inputs": "trees",
+    "Shared": "trees",
 }
 
 __all__ = [*_HOME, "__version__", "errors"]

@@ -293,7 +293,9 @@ def _check_streams(program: Program) -> _Streams:
     m, last, routes = program.microbatches, program.stages - 1, _routes(program)
     back = program.stages * m  # results are numbered stage * m + micro-batch, gradients from here
     work = _Work(where, placement, m)
-    made, sent, received = bytearray(2 * back), bytearray(2 * back), bytearray(2 * back)
+    every = 2 * back + 2 * len(program.skips) * m
+    made, sent, received = bytearray(2 * back), bytearray(every), bytearray(every)
+    skip_routes, skip_needs = _skip_routes(program)
     # Where the input of a stage's forward, and of its backward, is found.
     remote = [a != b for a, b in pairwise(placement)]
     inputs = [made, *(received if there else made for there in remote)]
@@ -301,7 +303,7 @@ def _check_streams(program: Program) -> _Streams:
     computes = 0
     for rank, stream in enumerate(streams):
         for instruction in stream:
-            kind, stage, number, peer, parts = instruction
+            kind, stage, number, peer, parts, to = instruction
             if kind in COMPUTE:
                 computes += 1
                 runs: Sequence[Action | Instruction] = (instruction,)
@@ -317,6 +319,9 @@ def _check_streams(program: Program) -> _Streams:
                         there = made[back + slot]
                     else:
                         there = made[slot] and (stage == last or grads[stage][back + slot + m])
+                    if there and skip_needs:
+                        needs = skip_needs.get((kind, stage), ())
+                        there = all(received[base + number] for base in needs)
                     if not there:
                         raise CheckError(f"{where}, {_late(program, rank, instruction)}")
                 for part in runs:
@@ -324,13 +329,14 @@ def _check_streams(program: Program) -> _Streams:
                         slot = part.stage * m + part.microbatch
                         made[slot if part.kind is Kind.F else slot + back] = 1
             elif (ways := routes.get(kind)) is not None:
-                way = ways.get(stage)
+                way = ways.get(stage) if to < 0 else skip_routes.get((kind, stage, to))
                 if way is None or way[0] != rank or way[1] != peer or not 0 <= number < m:
                     raise CheckError(f"{where}, {_wrong_route(program, rank, instruction)}")
                 slot = way[2] + number
                 if kind is Kind.SEND_F or kind is Kind.SEND_B:
                     seen = sent
-                    if not made[slot]:
+                    source = stage * m + number + (0 if kind is Kind.SEND_F else back)
+                    if not made[source]:
                         raise CheckError(
                             f"{where}, rank {rank}: {instruction} sends what was not computed "
                             "before it"
@@ -357,21 +363,29 @@ def _unmatched(program: Program, sent: bytearray, received: bytearray) -> str:
     """The first send or receive without its other end, and how many there are."""
     m = program.microbatches
     wrong = [slot for slot, (a, b) in enumerate(zip(sent, received, strict=True)) if a != b]
-    for kind, ways in _routes(program).items():
-        for stage, (rank, peer, base) in ways.items():
-            if base <= wrong[0] < base + m and kind.is_send == bool(sent[wrong[0]]):
-                alone = f"{stage}{kind.value}{wrong[0] - base}"
-                to_next = kind in (Kind.SEND_F, Kind.RECV_B)
-                other = {
-                    Kind.SEND_F: Kind.RECV_F, Kind.RECV_F: Kind.SEND_F,
-                    Kind.SEND_B: Kind.RECV_B, Kind.RECV_B: Kind.SEND_B,
-                }[kind]  # fmt: skip
-                missing = f"{stage + (1 if to_next else -1)}{other.value}{wrong[0] - base}"
-                more = f" (and {len(wrong) - 1} more like it)" if len(wrong) > 1 else ""
-                return (
-                    f"rank {rank}: {alone} has no other end{more}; rank {peer} needs a {missing}, "
-                    f"or leave {alone} out"
-                )
+    ways = {
+        Instruction(kind, stage): way
+        for kind, found in _routes(program).items()
+        for stage, way in found.items()
+    }
+    for (kind, stage, to), way in _skip_routes(program)[0].items():
+        ways[Instruction(kind, stage, to=to)] = way
+    for message, (rank, peer, base) in ways.items():
+        if base <= wrong[0] < base + m and message.kind.is_send == bool(sent[wrong[0]]):
+            alone = message._replace(microbatch=wrong[0] - base)
+            other = {
+                Kind.SEND_F: Kind.RECV_F, Kind.RECV_F: Kind.SEND_F,
+                Kind.SEND_B: Kind.RECV_B, Kind.RECV_B: Kind.SEND_B,
+            }[message.kind]  # fmt: skip
+            edge = message.edge[0]
+            end = edge[1] if edge[0] == message.stage else edge[0]
+            back = message.stage if message.to >= 0 else -1
+            missing = Instruction(other, end, alone.microbatch, to=back)
+            more = f" (and {len(wrong) - 1} more like it)" if len(wrong) > 1 else ""
+            return (
+                f"rank {rank}: {alone} has no other end{more}; rank {peer} needs a {missing}, "
+                f"or leave {alone} out"
+            )
     raise AssertionError("every message has a route")
 
 
@@ -401,13 +415,39 @@ def _routes(program: Program) -> dict[Kind, dict[int, tuple[int, int, int]]]:
     return routes
 
 
+_SkipRoutes = dict[tuple[Kind, int, int], tuple[int, int, int]]
+
+
+def _skip_routes(program: Program) -> tuple[_SkipRoutes, dict[tuple[Kind, int], list[int]]]:
+    """As :func:`_routes` by (kind, stage, other stage); and the messages that a compute needs."""
+    m, placement = program.microbatches, program.placement
+    routes: _SkipRoutes = {}
+    needs: dict[tuple[Kind, int], list[int]] = {}
+    for index, (a, b) in enumerate(program.skips):
+        here, there = placement[a], placement[b]
+        if here == there:
+            continue
+        out = (2 * program.stages + 2 * index) * m
+        home = out + m
+        routes[Kind.SEND_F, a, b] = (here, there, out)
+        routes[Kind.RECV_F, b, a] = (there, here, out)
+        routes[Kind.SEND_B, b, a] = (there, here, home)
+        routes[Kind.RECV_B, a, b] = (here, there, home)
+        needs.setdefault((Kind.F, b), []).append(out)
+        for kind in (Kind.B, Kind.I):
+            needs.setdefault((kind, a), []).append(home)
+    return routes, needs
+
+
 def _wrong_route(program: Program, rank: int, instruction: Instruction) -> str:
     """Why a send or receive cannot be on this rank with this peer."""
     placement = program.placement
     if fault := misplaced(instruction, rank, placement, program.microbatches):
         return fault
-    to_next = instruction.kind in (Kind.SEND_F, Kind.RECV_B)
-    stage = instruction.stage + (1 if to_next else -1)
+    edge = instruction.edge[0]
+    stage = edge[1] if edge[0] == instruction.stage else edge[0]
+    if instruction.to >= 0 and edge not in program.skips:
+        return f"rank {rank}: {instruction} goes along no skip of the program"
     if not 0 <= stage < program.stages:
         return f"rank {rank}: {instruction} has no stage at its other end"
     if placement[stage] == rank:
@@ -428,6 +468,17 @@ def _late(program: Program, rank: int, runs: Instruction) -> str:
             before.add(message_of(instruction))
         elif instruction.kind in COMPUTE:
             before.update(map(result_of, instruction.flat()))
+    for part in runs.flat():
+        for base in _skip_routes(program)[1].get((part.kind, part.stage), ()):
+            skip = program.skips[(base // program.microbatches - 2 * program.stages) // 2]
+            other = skip[0] if part.kind is Kind.F else skip[1]
+            wanted = Instruction(
+                Kind.RECV_F if part.kind is Kind.F else Kind.RECV_B,
+                part.stage, part.microbatch, program.placement[other], (), other,
+            )  # fmt: skip
+            stream = program.streams[rank]
+            if wanted not in stream[: stream.index(runs)]:
+                return f"rank {rank}: {runs} needs {wanted} before it; reorder the rank's actions"
     kind, stage, number = next(
         need
         for part in runs.flat()

@@ -60,6 +60,8 @@ class Costs:
             empty means ``input_grad + weight_grad``.
         link: the connection between any two ranks.
         links: exceptions to it, by (sender rank, receiver rank).
+        skip_bytes: pairs ((stage, later stage), bytes) of what goes straight between stages that
+            are no neighbours.
     """
 
     forward: tuple[float, ...]
@@ -71,6 +73,7 @@ class Costs:
     whole_backward: tuple[float, ...] = ()
     link: Link = field(default_factory=Link)
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+    skip_bytes: tuple[tuple[tuple[int, int], float], ...] = ()
 
     def __post_init__(self) -> None:
         stages = len(self.forward)
@@ -93,6 +96,12 @@ class Costs:
             for index, value in enumerate(values):
                 if not (math.isfinite(value) and value >= 0):
                     raise ConfigError(f"costs.{name}[{index}] must be finite and >= 0, got {value}")
+        for (a, b), size in self.skip_bytes:
+            if not (a >= 0 and a + 1 < b < stages and math.isfinite(size) and size >= 0):
+                raise ConfigError(
+                    f"costs.skip_bytes: {size} bytes from stage {a} to stage {b}; expected a "
+                    f"number >= 0 and two of {stages} stages that are no neighbours"
+                )
 
     @classmethod
     def unit(
@@ -126,6 +135,8 @@ class Costs:
         Raises:
             ConfigError: a placement on another number of ranks.
         """
+        if self.skip_bytes:
+            raise ConfigError("costs with skips are of these very stages and cannot be split up")
         if set(placement) != set(range(self.stages)):
             raise ConfigError(
                 f"costs are for {self.stages} stages, one per rank, and the placement "
@@ -165,6 +176,8 @@ class Costs:
             {"from": sender, "to": receiver, **link(one)}
             for (sender, receiver), one in self.links.items()
         ]
+        if self.skip_bytes:
+            data["skip_bytes"] = [[a, b, size] for (a, b), size in self.skip_bytes]
         return json.dumps(data)
 
     @classmethod
@@ -173,7 +186,8 @@ class Costs:
 
         All else may be left out: ``boundary_bytes``, ``activation_bytes``,
         ``weight_grad_bytes``, ``whole_backward``, ``link`` (an object with ``latency`` and
-        ``bandwidth``) and ``links`` (a list of such with ``from`` and ``to``).
+        ``bandwidth``), ``links`` (a list of such with ``from`` and ``to``) and ``skip_bytes`` (a
+        list of [stage, later stage, bytes]).
 
         Args:
             text: the JSON object.
@@ -183,7 +197,7 @@ class Costs:
             ConfigError: not such an object; names what is wrong.
         """
         data = json_object(text, where)
-        known = {"kind", "schema", "link", "links", *_LISTS}
+        known = {"kind", "schema", "link", "links", "skip_bytes", *_LISTS}
         unknown = [key for key in data if key not in known]
         if unknown or data.get("kind", _KIND) != _KIND or data.get("schema", 1) != SCHEMA:
             raise ConfigError(
@@ -200,7 +214,11 @@ class Costs:
                 (int(entry["from"]), int(entry["to"])): _link(entry)
                 for entry in data.get("links", ())
             }
-            return cls(**lists, link=_link(data.get("link", {})), links=links)
+            skips = tuple(
+                ((int(a), int(b)), float(size)) for a, b, size in data.get("skip_bytes", ())
+            )
+            link = _link(data.get("link", {}))
+            return cls(**lists, link=link, links=links, skip_bytes=skips)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -8,6 +8,7 @@ All classes derive from :class:`PipelaneError`; those for bad input also derive 
 from __future__ import annotations
 
 __all__ = [
+    "AnomalyError",
     "BoundaryError",
     "CheckError",
     "ConfigError",
@@ -57,6 +58,10 @@ class InputError(PipelaneError, ValueError):
 
 class LossError(PipelaneError, ValueError):
     """The loss function did not return what a loss function must return."""
+
+
+class AnomalyError(PipelaneError, ArithmeticError):
+    """A value or a gradient is not finite, found with ``detect_anomaly=True``."""
 
 
 class BoundaryError(PipelaneError, ValueError):

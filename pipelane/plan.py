@@ -89,6 +89,7 @@ def plan(
     profile: Profile | None = None,
     device: torch.device | str | None = None,
     time_limit: float = 5.0,
+    recompute: frozenset[str] | str = frozenset(),
 ) -> Plan:
     """Measure a model, balance it, and predict a step.
 

@@ -50,13 +50,17 @@ _DURATION = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1, Kind.OVERLAP: 3}
 
 
 class Instruction(NamedTuple):
-    """One entry of a rank's stream: an action, and the other rank if it communicates."""
+    """One entry of a rank's stream: an action, and the other rank if it communicates.
+
+    ``to`` is the stage at a message's other end where that is not the neighbour in the chain.
+    """
 
     kind: Kind
     stage: int
     microbatch: int = -1
     peer: int = -1
     parts: tuple[Action, ...] = ()
+    to: int = -1
 
     def flat(self) -> Iterator[Action]:
         """The compute actions in it: one, or the two of an overlapped pair."""
@@ -65,8 +69,19 @@ class Instruction(NamedTuple):
         else:
             yield Action(self.kind, self.stage, self.microbatch)
 
+    @property
+    def edge(self) -> tuple[tuple[int, int], bool]:
+        """Of a send or receive: the two stages, the earlier one first, and is it forward."""
+        to_later = self.kind is Kind.SEND_F or self.kind is Kind.RECV_B
+        other = self.to if self.to >= 0 else self.stage + (1 if to_later else -1)
+        forward = self.kind is Kind.SEND_F or self.kind is Kind.RECV_F
+        return ((self.stage, other) if to_later else (other, self.stage)), forward
+
     def __str__(self) -> str:
-        return str(Action(self.kind, self.stage, self.microbatch, self.parts))
+        text = str(Action(self.kind, self.stage, self.microbatch, self.parts))
+        if self.to < 0:
+            return text
+        return f"{text}{'>' if self.kind.is_send else '<'}{self.to}"
 
 
 @dataclass(frozen=True)
@@ -80,6 +95,8 @@ class Program:
         placement: stage -> rank.
         streams: per rank, the instructions in order.
         forward_only: no backward at all (evaluation).
+        skips: pairs of stages, no neighbours, between which a value goes straight from the first
+            to the second, and its gradient back.
     """
 
     name: str
@@ -88,6 +105,7 @@ class Program:
     placement: tuple[int, ...]
     streams: tuple[tuple[Instruction, ...], ...]
     forward_only: bool = False
+    skips: tuple[tuple[int, int], ...] = ()
 
 
 def result_of(part: Action | Instruction) -> Result:
@@ -109,14 +127,8 @@ def dependencies(part: Action | Instruction, stages: int) -> tuple[Result, ...]:
 
 def message_of(instruction: Instruction) -> Result:
     """The result that a send or receive carries."""
-    kind, stage, number = instruction.kind, instruction.stage, instruction.microbatch
-    if kind is Kind.SEND_F:
-        return (Kind.F, stage, number)
-    if kind is Kind.RECV_F:
-        return (Kind.F, stage - 1, number)
-    if kind is Kind.SEND_B:
-        return (Kind.I, stage, number)
-    return (Kind.I, stage + 1, number)
+    edge, forward = instruction.edge
+    return (Kind.F if forward else Kind.I, edge[not forward], instruction.microbatch)
 
 
 def misplaced(
@@ -189,11 +201,13 @@ def wait_chain(rank: int, wait_of: Callable[[int], tuple[str, int] | None]) -> s
 
 
 @without_collector
-def lower(schedule: Schedule) -> Program:
+def lower(schedule: Schedule, skips: Sequence[tuple[int, int]] = ()) -> Program:
     """Add sends and receives to a schedule.
 
     Args:
         schedule: complete, as :func:`pipelane.check.check` verifies.
+        skips: pairs (earlier stage, later stage) of stages that are no neighbours and between which
+            a value goes; what is on one rank needs no message.
 
     Raises:
         CheckError: the placement does not fit the sizes, an action is out of range or on the wrong
@@ -202,6 +216,7 @@ def lower(schedule: Schedule) -> Program:
     """
     check_placement(schedule)
     stages, placement = schedule.shape.stages, schedule.placement
+    _check_skips(skips, stages)
     streams: list[list[Instruction]] = [[] for _ in schedule.orders]
     for rank, action in _total_order(schedule):
         streams[rank].append(Instruction(*action[:3], -1, action.parts))
@@ -216,6 +231,8 @@ def lower(schedule: Schedule) -> Program:
             if peer != rank:
                 streams[rank].append(Instruction(send, part.stage, part.microbatch, peer))
                 streams[peer].append(Instruction(receive, to, part.microbatch, rank))
+            if skips:
+                _skip_messages(streams, rank, part, send, receive, skips, placement)
     has_backward = any(a.kind is not Kind.F for order in schedule.orders for a in order)
     return Program(
         schedule.name,
@@ -224,7 +241,37 @@ def lower(schedule: Schedule) -> Program:
         placement,
         tuple(tuple(stream) for stream in streams),
         forward_only=not has_backward,
+        skips=tuple(sorted(set(skips))),
     )
+
+
+def _skip_messages(
+    streams: list[list[Instruction]],
+    rank: int,
+    part: Action,
+    send: Kind,
+    receive: Kind,
+    skips: Sequence[tuple[int, int]],
+    placement: tuple[int, ...],
+) -> None:
+    """After an action, and after its message to the neighbour, its messages along skips."""
+    here = 0 if send is Kind.SEND_F else 1
+    for edge in sorted(set(skips)):
+        if edge[here] != part.stage or placement[edge[0]] == placement[edge[1]]:
+            continue
+        to = edge[1 - here]
+        peer = placement[to]
+        streams[rank].append(Instruction(send, part.stage, part.microbatch, peer, (), to))
+        streams[peer].append(Instruction(receive, to, part.microbatch, rank, (), part.stage))
+
+
+def _check_skips(skips: Sequence[tuple[int, int]], stages: int) -> None:
+    for a, b in skips:
+        if not (a >= 0 and a + 1 < b < stages):
+            raise CheckError(
+                f"a skip from stage {a} to stage {b} must go to a later one of {stages} stages "
+                "that is not the next: what goes to the next is a part of the ordinary message"
+            )
 
 
 def program_from_csv(source: str | Path, *, name: str | None = None) -> Program:

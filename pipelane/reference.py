@@ -10,35 +10,50 @@ from torch import nn
 
 from pipelane.errors import InputError
 from pipelane.layers import layers_of
-from pipelane.runtime.loss import LossPolicy, microbatch_loss, microbatch_weights, split_sizes
-from pipelane.runtime.randomness import may_draw, run_layers
+from pipelane.runtime.batchnorm import whole_batch_norms
+from pipelane.runtime.forward import Layer, Policy, Runner
+from pipelane.runtime.loss import (
+    LossFn,
+    LossPolicy,
+    microbatch_loss,
+    microbatch_weights,
+    split_sizes,
+    total,
+)
+from pipelane.trees import rebuild, split_rows
 
 __all__ = ["reference"]
 
 
 def reference(
     model: nn.Module,
-    x: torch.Tensor,
+    x: Any,
     target: Any,
     *,
-    loss_fn: Callable[[Any, Any], torch.Tensor],
+    loss_fn: LossFn,
     microbatches: int,
     loss_reduction: str = "mean",
     loss_weight: Callable[[Any], Any] | None = None,
+    scale: float = 1.0,
+    autocast: torch.dtype | None = None,
+    batch_norm: str = "micro-batch",
     seed: int | None = None,
     step: int = 0,
 ) -> torch.Tensor:
     """Forward and backward over the same micro-batches as a pipeline, one after the other.
 
     Gradients accumulate into the parameters' ``.grad`` in the order of the micro-batches, as they
-    do in a pipeline with the schedules naive, gpipe and 1f1b; there the results are equal bit for
-    bit (same device, same number of threads).
+    do in a pipeline with the catalogue's schedules; there the results are equal bit for bit (same
+    device, same number of threads). The one exception is a weight that several stages share: its
+    gradient is summed in another order, so it is equal up to rounding.
 
     Args:
         model: the whole model, an ``nn.Sequential``.
-        x: batch, rows first.
+        x: batch, rows first; several arguments as :class:`pipelane.Inputs`.
         target: target of the batch, rows first.
-        loss_fn, microbatches, loss_reduction, loss_weight, seed: as for ``Pipeline``.
+        loss_fn, microbatches, loss_reduction, loss_weight, autocast, batch_norm, seed: as for
+            ``Pipeline``.
+        scale: as for ``Pipeline.step``.
         step: number of the step, from 0, on which random draws depend.
 
     Returns:
@@ -47,18 +62,26 @@ def reference(
     Raises:
         InputError: fewer rows than micro-batches.
     """
-    layers = [(i, m, may_draw(m)) for i, (_, m) in enumerate(layers_of(model))]
-    if len(x) < microbatches:
-        raise InputError(f"{len(x)} rows cannot make {microbatches} micro-batches")
-    sizes = split_sizes(len(x), microbatches)
-    targets = list(torch.split(target, sizes))
-    weights = microbatch_weights(LossPolicy(loss_reduction, loss_weight), targets)
-    seed = torch.initial_seed() if seed is None else seed
-    total: torch.Tensor | None = None
-    for i, part in enumerate(torch.split(x, sizes)):
-        output = run_layers(layers, part, seed, step, i, x.device)
-        loss = microbatch_loss(loss_fn, output, targets[i], weights[i], i)
-        torch.autograd.backward((loss,))
-        total = loss.detach() if total is None else total + loss.detach()
-    assert total is not None
-    return total
+    layers = layers_of(model)
+    batch = split_rows(x, "the batch")
+    if batch.count < microbatches:
+        raise InputError(f"{batch.count} rows cannot make {microbatches} micro-batches")
+    device = batch.leaves[0].device
+    policy = Policy(torch.initial_seed() if seed is None else seed, device, autocast)
+    run = Runner([Layer(i, name, module) for i, (name, module) in enumerate(layers)], policy)
+    sizes = split_sizes(batch.count, microbatches)
+    whole = split_rows(target, "the target", batch.count)
+    targets = [rebuild(whole.structure, part) for part in whole.parts(sizes)]
+    weights = microbatch_weights(LossPolicy(loss_reduction, loss_weight), targets, sizes)
+    norms = whole_batch_norms([model]) if batch_norm == "whole batch" else []
+    losses = []
+    for i, part in enumerate(batch.parts(sizes)):
+        output = run(rebuild(batch.structure, part), {}, step, i)
+        with policy.precision():
+            loss, _ = microbatch_loss(loss_fn, output, targets[i], weights[i], i)
+        torch.autograd.backward((loss,), (torch.full_like(loss, scale),) if scale != 1.0 else None)
+        losses.append(loss.detach())
+    for norm in norms:
+        norm.finish()
+        norm.remove()
+    return total(losses)

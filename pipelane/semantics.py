@@ -77,7 +77,8 @@ class Verdict(NamedTuple):
 class Messages:
     """A program's messages as numbers, for the players.
 
-    A message is ``stage * m + micro-batch`` of its producer, plus ``S * m`` for gradients.
+    A message is ``row * m + micro-batch``. Rows are: the stage of its producer, plus ``S`` for
+    gradients; then for each of the program's skips one for its value and one for its gradient.
 
     Attributes:
         program: where they come from.
@@ -94,7 +95,12 @@ class Messages:
     def channel(self, message: int) -> tuple[int, int, bool]:
         """(sender, receiver, is forward)."""
         row = message // self.program.microbatches
-        return self.sender[row], self.receiver[row], row < self.program.stages
+        return self.sender[row], self.receiver[row], self.is_forward(row)
+
+    def is_forward(self, row: int) -> bool:
+        """Whether the row's messages are activations."""
+        first = 2 * self.program.stages
+        return row < self.program.stages if row < first else (row - first) % 2 == 0
 
 
 def trace_messages(program: Program) -> Messages:
@@ -112,11 +118,29 @@ def trace_messages(program: Program) -> Messages:
         Kind.SEND_B: (stages, _SEND), Kind.RECV_B: (stages + 1, _RECEIVE),
         Kind.F: (-1, _WAIT), Kind.B: (stages + 1, _WAIT), Kind.I: (stages + 1, _WAIT),
     }  # fmt: skip
+    skip_rows: dict[tuple[tuple[int, int], bool], int] = {}
+    skip_waits: dict[tuple[Kind, int], list[int]] = {}
+    for early, late in program.skips:
+        row = len(sender)
+        skip_rows[(early, late), True], skip_rows[(early, late), False] = row, row + 1
+        here, there = placement[early], placement[late]
+        apart = here != there
+        sender += [here, there] if apart else [-1, -1]
+        receiver += [there, here] if apart else [-1, -1]
+        if apart:
+            skip_waits.setdefault((Kind.F, late), []).append(row)
+            for back in (Kind.B, Kind.I):
+                skip_waits.setdefault((back, early), []).append(row + 1)
     find, last = row_of.get, 2 * stages
     events: list[list[int]] = []
     for stream in program.streams:
         found: list[int] = []
-        for kind, stage, number, _, parts in stream:
+        for instruction in stream:
+            kind, stage, number, _, parts, to = instruction
+            if to >= 0:
+                event = _SEND if kind.is_send else _RECEIVE
+                found.append(4 * (skip_rows[instruction.edge] * m + number) + event)
+                continue
             for a, s, i in ((kind, stage, number),) if not parts else [p[:3] for p in parts]:
                 entry = find(a)
                 if entry is None:
@@ -125,6 +149,8 @@ def trace_messages(program: Program) -> Messages:
                 row = s + entry[0]
                 if entry[1] != _WAIT or (0 <= row < last and receiver[row] >= 0):
                     found.append(4 * (row * m + i) + entry[1])
+                if skip_waits and entry[1] == _WAIT:
+                    found += [4 * (row * m + i) + _WAIT for row in skip_waits.get((a, s), ())]
         events.append(found)
     return Messages(program, tuple(events), sender, receiver)
 
@@ -320,9 +346,9 @@ def _channels(messages: Messages) -> tuple[list[int], int]:
     """Rows of messages -> number of their channel (-1 for none), and how many channels."""
     numbers: dict[tuple[int, int, bool], int] = {}
     rows = []
-    stages = messages.program.stages
     for row, (a, b) in enumerate(zip(messages.sender, messages.receiver, strict=True)):
-        rows.append(numbers.setdefault((a, b, row < stages), len(numbers)) if a >= 0 else -1)
+        key = a, b, messages.is_forward(row)
+        rows.append(numbers.setdefault(key, len(numbers)) if a >= 0 else -1)
     return rows, len(numbers)
 
 
@@ -353,10 +379,12 @@ def _find(messages: Messages, rank: int, event: int) -> str:
     program = messages.program
     m, kind = program.microbatches, event & 3
     row, number = divmod(event >> 2, m)
-    forward = row < program.stages
-    stage = row if forward else row - program.stages
-    if kind != _SEND:
-        stage += 1 if forward else -1
+    forward = messages.is_forward(row)
+    if row >= 2 * program.stages:
+        edge = program.skips[(row - 2 * program.stages) // 2]
+    else:
+        edge = (row, row + 1) if forward else (row - program.stages - 1, row - program.stages)
+    stage = edge[(kind == _SEND) != forward]
     if kind == _WAIT:
         kinds = {Kind.F} if forward else {Kind.B, Kind.I}
     elif kind == _SEND:
@@ -364,6 +392,8 @@ def _find(messages: Messages, rank: int, event: int) -> str:
     else:
         kinds = {Kind.RECV_F if forward else Kind.RECV_B}
     for place, instruction in enumerate(program.streams[rank]):
+        if kind != _WAIT and instruction.kind in kinds and instruction.edge[0] != edge:
+            continue
         for part in instruction.parts or (instruction,):
             if part.kind in kinds and part.stage == stage and part.microbatch == number:
                 return f"{instruction} (#{place})"

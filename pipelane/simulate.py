@@ -7,6 +7,8 @@ its directed link is free, takes the link for bytes / bandwidth, and arrives a l
 
 from __future__ import annotations
 
+from typing import Any
+
 from pipelane.actions import Action, Kind
 from pipelane.collector import without_collector
 from pipelane.costs import Costs
@@ -47,7 +49,15 @@ def simulate(
     backward_at: list[float | None] = [None] * (program.stages * m)
     forward_at[:m] = [0.0] * m
     ended: dict[tuple[bool, int], float] = {}  # (is forward, slot) -> end of the producer
-    waiting: dict[tuple[bool, int], int] = {}  # the input -> the rank that waits for it
+    waiting: dict[tuple[Any, ...], int] = {}  # the input -> the rank that waits for it
+    # The same for what comes along skips: (is forward, skip, micro-batch) -> when it is there.
+    skip_at: dict[tuple[Any, ...], float] = {}
+    skip_bytes = dict(costs.skip_bytes)
+    skip_needs: dict[tuple[bool, int], list[tuple[int, int]]] = {}
+    for edge in program.skips:
+        if program.placement[edge[0]] != program.placement[edge[1]]:
+            skip_needs.setdefault((True, edge[1]), []).append(edge)
+            skip_needs.setdefault((False, edge[0]), []).append(edge)
     link_free: dict[tuple[int, int], float] = {}
     clock = [0.0] * len(program.streams)
     position = [0] * len(program.streams)
@@ -59,19 +69,29 @@ def simulate(
         stream, row = program.streams[rank], spans[rank]
         while position[rank] < len(stream):
             instruction = stream[position[rank]]
-            kind, stage, number, peer, parts = instruction
+            kind, stage, number, peer, parts, to = instruction
             if kind.is_compute:
                 actions = parts or (Action(kind, stage, number),)
-                start, blocked = clock[rank], None
+                start = clock[rank]
+                blocked: tuple[Any, ...] | None = None
                 for part in actions:
                     if part.kind is Kind.W:
                         continue
                     slot = part.stage * m + part.microbatch
-                    at = (forward_at if part.kind is Kind.F else backward_at)[slot]
+                    is_forward = part.kind is Kind.F
+                    at = (forward_at if is_forward else backward_at)[slot]
                     if at is None:
-                        blocked = (part.kind is Kind.F, slot)
+                        blocked = (is_forward, slot)
                         break
                     start = max(start, at)
+                    for edge in skip_needs.get((is_forward, part.stage), ()):
+                        at = skip_at.get((is_forward, edge, part.microbatch))
+                        if at is None:
+                            blocked = (is_forward, edge, part.microbatch)
+                            break
+                        start = max(start, at)
+                    if blocked is not None:
+                        break
                 if blocked is not None:
                     waiting[blocked] = rank
                     break
@@ -96,7 +116,9 @@ def simulate(
                 slot = stage * m + number
                 link = costs.link_between(rank, peer)
                 size = 0.0
-                if costs.boundary_bytes:
+                if to >= 0:
+                    size = skip_bytes.get(instruction.edge[0], 0.0)
+                elif costs.boundary_bytes:
                     size = costs.boundary_bytes[stage if is_forward else stage - 1]
                 made = ended.get((is_forward, slot))
                 if made is None:
@@ -108,14 +130,20 @@ def simulate(
                 free = leaves + size / link.bandwidth
                 link_free[rank, peer] = free
                 arrives = free + link.latency
-                target = slot + m if is_forward else slot - m
-                (forward_at if is_forward else backward_at)[target] = arrives
+                key: tuple[Any, ...]
+                if to >= 0:
+                    key = (is_forward, instruction.edge[0], number)
+                    skip_at[key] = arrives
+                else:
+                    target = slot + m if is_forward else slot - m
+                    (forward_at if is_forward else backward_at)[target] = arrives
+                    key = (is_forward, target)
                 messages.append(
                     Message(
                         Kind.F if is_forward else Kind.B, stage, number, rank, peer, leaves, arrives
                     )
                 )
-                waiter = waiting.pop((is_forward, target), None)
+                waiter = waiting.pop(key, None)
                 if waiter is not None:
                     ready.append(waiter)
             position[rank] += 1

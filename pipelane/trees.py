@@ -7,6 +7,7 @@ travel; the structure, with everything in it that is no tensor, is known on both
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -16,7 +17,17 @@ from torch import Tensor
 
 from pipelane.errors import InputError
 
-__all__ = ["LEAF", "Shared", "Structure", "flatten", "paths", "rebuild", "split_rows"]
+__all__ = [
+    "LEAF",
+    "Inputs",
+    "Rows",
+    "Shared",
+    "Structure",
+    "flatten",
+    "paths",
+    "rebuild",
+    "split_rows",
+]
 
 
 @dataclass(frozen=True)
@@ -29,22 +40,47 @@ class Shared:
     value: Any
 
 
+class Inputs:
+    """Several arguments for the first layer: ``Inputs(ids, mask=mask)``.
+
+    ``Pipeline.step(ids, target=y, mask=mask)`` makes one of its arguments; as ``example=`` it has
+    to be written out.
+    """
+
+    __slots__ = ("args", "kwargs")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.args: tuple[Any, ...] = args
+        self.kwargs: dict[str, Any] = kwargs
+
+    def __repr__(self) -> str:
+        parts = [*map(repr, self.args), *(f"{key}={value!r}" for key, value in self.kwargs.items())]
+        return f"Inputs({', '.join(parts)})"
+
+
 class Structure:
     """What is around the tensors of a value; it can be compared and pickled.
 
     Attributes:
-        kind: "leaf" (a tensor), "constant", "tuple", "list", "dict", "fields" or "shared".
+        kind: "leaf" (a tensor), "constant", "tuple", "list", "dict", "fields", "inputs" or
+            "shared".
         type: of the container, or the constant itself.
         keys: of a dict, or names of fields.
         children: structures within.
+        count: tensors within.
     """
 
-    __slots__ = ("_hash", "children", "keys", "kind", "type")
+    __slots__ = ("_hash", "children", "count", "keys", "kind", "type")
 
     def __init__(
-        self, kind: str, type_: Any = None, keys: tuple[Any, ...] = (), children: tuple[Any, ...] = ()
+        self,
+        kind: str,
+        type_: Any = None,
+        keys: tuple[Any, ...] = (),
+        children: tuple[Any, ...] = (),
     ) -> None:
         self.kind, self.type, self.keys, self.children = kind, type_, keys, children
+        self.count: int = 1 if kind == "leaf" else sum(child.count for child in children)
         # Of constants only the type: not all of them can be hashed.
         what = type(type_) if kind == "constant" else type_
         self._hash = hash((kind, what, len(keys), children))
@@ -118,16 +154,20 @@ def _flatten(value: Any, leaves: list[Tensor]) -> Structure:
         return Structure("tuple", kind, (), tuple([_flatten(one, leaves) for one in value]))
     if isinstance(value, list):
         return Structure("list", kind, (), tuple([_flatten(one, leaves) for one in value]))
+    if kind is Inputs:
+        both = (_flatten(value.args, leaves), _flatten(value.kwargs, leaves))
+        return Structure("inputs", kind, ("args", "kwargs"), both)
     if kind is Shared:
         return Structure("shared", kind, (), (_flatten(value.value, leaves),))
+    if isinstance(value, Mapping):
+        # A defaultdict takes its factory first; what comes of it is a dict all the same.
+        made = dict if kind is defaultdict else kind
+        inner = tuple([_flatten(one, leaves) for one in value.values()])
+        return Structure("dict", made, tuple(value), inner)
     if is_dataclass(value) and not isinstance(value, type):
         names = tuple(field.name for field in fields(value))
         inner = tuple([_flatten(getattr(value, name, None), leaves) for name in names])
         return Structure("fields", kind, names, inner)
-    if isinstance(value, Mapping):
-        return Structure(
-            "dict", kind, tuple(value), tuple([_flatten(one, leaves) for one in value.values()])
-        )
     return Structure("constant", value)
 
 
@@ -151,6 +191,8 @@ def _rebuild(structure: Structure, leaves: Iterator[Any]) -> Any:
         return made(inner)
     if kind == "shared":
         return inner[0]
+    if kind == "inputs":
+        return made(*inner[0], **inner[1])
     if kind == "dict":
         return made(zip(structure.keys, inner, strict=True))
     # Not through its constructor, which may compute, or not take what it has made of its arguments.
@@ -237,9 +279,10 @@ def split_rows(value: Any, what: str, rows: int | None = None) -> Rows:
     if rows is None:
         counts = [len(leaf) for leaf, flag in zip(leaves, split, strict=True) if flag]
         if not counts:
+            found = "only tensors without dimensions" if leaves else "no tensor"
             raise InputError(
-                f"{what} is {structure}: there is no tensor in it that has rows, so it cannot be "
-                "split into micro-batches; pass at least one tensor, rows first"
+                f"{what} has {found} ({structure}), so it cannot be split into micro-batches; pass "
+                "at least one tensor, rows first"
             )
         rows = counts[0]
     for index, (leaf, flag) in enumerate(zip(leaves, split, strict=True)):

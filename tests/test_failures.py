@@ -37,9 +37,9 @@ class NotASequential(nn.Module):
         return x
 
 
-class PairOut(nn.Module):
+class SparseOut(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
-        return x, x
+        return x, x.to_sparse()
 
 
 class Raises(nn.Module):
@@ -59,9 +59,9 @@ class Fickle(nn.Module):
         return (x[:, :4] if self.odd else x) * self.weight
 
 
-def tied() -> nn.Sequential:
+def same_memory() -> nn.Sequential:
     model = classifier()
-    model[3].weight = model[0].weight
+    model[3].weight = nn.Parameter(model[0].weight.data)
     return model
 
 
@@ -83,11 +83,17 @@ def refused_arguments() -> list[tuple[str, tuple[str, str]]]:
         "disagree model": lambda: make(classifier(6 + rank), partition=[3, 3]),
         "disagree reduction": lambda: make(loss_reduction="sum" if rank else "mean"),
         "reduction": lambda: make(loss_reduction="max"),
-        "recompute": lambda: make(recompute="full"),
+        "recompute": lambda: make(recompute="some"),
+        "recompute no layer": lambda: make(recompute=["0", "seventh"]),
+        "autocast": lambda: make(autocast=torch.float64),
+        "batch norm": lambda: make(batch_norm="none"),
+        "disagree recompute": lambda: make(recompute="full" if rank else "none"),
+        "disagree autocast": lambda: make(autocast=torch.bfloat16 if rank else None),
+        "compiled and split": lambda: make(schedule="zb-h1", compile=True),
         "loss not callable": lambda: make(loss_fn=3),
         "no example": lambda: make(partition=None),
         "broken example": lambda: make(partition=None, example=torch.randn(2, 3)),
-        "tied": lambda: make(tied()),
+        "same memory": lambda: make(same_memory()),
         "timeout": lambda: make(timeout=0),
         "missing csv": lambda: make(schedule="nowhere.csv"),
     }
@@ -114,11 +120,17 @@ REFUSED = {
     "disagree model": ("PartitionError", "rank 1"),
     "disagree reduction": ("ConfigError", "loss_reduction"),
     "reduction": ("ConfigError", "'mean' or 'sum'"),
-    "recompute": ("ConfigError", "recompute"),
+    "recompute": ("ConfigError", "'some'"),
+    "recompute no layer": ("ConfigError", "'seventh'"),
+    "autocast": ("ConfigError", "float64"),
+    "batch norm": ("ConfigError", "batch_norm"),
+    "disagree recompute": ("ConfigError", "recompute is"),
+    "disagree autocast": ("ConfigError", "autocast is"),
+    "compiled and split": ("ConfigError", "zb-h1"),
     "loss not callable": ("ConfigError", "loss_fn"),
     "no example": ("ConfigError", "example"),
     "broken example": ("ProfileError", "'0'"),
-    "tied": ("ModelError", "0.weight"),
+    "same memory": ("ModelError", "0.weight"),
     "timeout": ("ConfigError", "timeout"),
     "missing csv": ("ScheduleError", "nowhere.csv"),
 }
@@ -148,6 +160,7 @@ def refused_batches() -> list[tuple[str, tuple[str, str]]]:
         "none": lambda: pipe.step(None, y),
         "not a tensor": lambda: pipe.step([1, 2, 3], y),
         "scalar": lambda: pipe.step(torch.tensor(1.0), y),
+        "rows differ": lambda: pipe.step((x, x[:5]), y),
         "forward in training": lambda: pipe(x),
     }
     found = [(name, caught(work)) for name, work in cases.items()]
@@ -164,8 +177,9 @@ def test_bad_batches_are_refused_on_every_rank_and_the_pipeline_goes_on() -> Non
         "too small, others have none": "2 rows, fewer than microbatches=3",
         "empty": "0 rows",
         "none": "no batch",
-        "not a tensor": "list",
-        "scalar": "0 dimensions",
+        "not a tensor": "no tensor",
+        "scalar": "without dimensions",
+        "rows differ": "the batch[1] has shape [5, 8], but the batch has 6 rows",
         "forward in training": "eval()",
         "empty forward": "empty",
     }
@@ -203,8 +217,8 @@ def failing_step(case: str, ranks: int) -> tuple[str, str, float, str]:
     options: dict[str, Any] = {"partition": [2] * ranks, "microbatches": 4}
     if case == "raises":
         layers[3] = Raises()
-    elif case == "pair":
-        layers[3] = PairOut()
+    elif case == "sparse":
+        layers[3] = SparseOut()
     elif case == "vector loss":
         options["loss_fn"] = vector_loss
     elif case == "number loss":
@@ -243,14 +257,14 @@ def failing_step(case: str, ranks: int) -> tuple[str, str, float, str]:
 
 FAILING = {
     "raises": (1, "PipelineFailure", ["stage 1", "'2' to '3'", "1F0", "KeyError", "no such thing"]),
-    "pair": (1, "BoundaryError", ["stage 1", "tuple", "'3'"]),
+    "sparse": (1, "BoundaryError", ["stage 1", "sparse", "[1]", "'3'"]),
     "vector loss": (2, "LossError", ["[2]", "micro-batch 0", "loss_reduction"]),
     "number loss": (2, "LossError", ["float", "micro-batch 0"]),
     "detached loss": (2, "LossError", ["detached"]),
     "weight raises": (2, "ZeroDivisionError", ["no weight"]),
     "fickle": (1, "BoundaryError", ["stage 1", "float32[2, 4]", "float32[2, 8]"]),
     "target rows": (2, "InputError", ["[5]", "8 rows"]),
-    "other batch": (1, "InputError", ["float32[4, 8]", "float32[8, 8]"]),
+    "other batch": (1, "InputError", ["4 rows, float32[rows, 8]", "8 rows"]),
     "out of step": (1, "ConfigError", ["every rank must call step and forward"]),
 }
 

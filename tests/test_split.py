@@ -157,9 +157,7 @@ def held_after_a_step() -> int:
         model, schedule="zbv", microbatches=3, loss_fn=cross_entropy, partition=[2, 2, 1, 1]
     )
     pipe.step(*batch(6))
-    engine = pipe._train_engine
-    tables = (engine._x, engine._y, engine._edge, engine._dy, engine._dx, engine._rest)
-    return sum(one is not None for table in tables for row in table.values() for one in row)
+    return pipe._train_engine.held()
 
 
 def test_nothing_is_kept_after_the_last_weight_gradient() -> None:

@@ -9,30 +9,40 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from pipelane.actions import Action, Kind
-from pipelane.backward import edge_of, split_backward
-from pipelane.errors import BoundaryError, LossError, PipelaneError, PipelineFailure, ScheduleError
+from pipelane.errors import (
+    AnomalyError,
+    BoundaryError,
+    LossError,
+    PipelaneError,
+    PipelineFailure,
+    ScheduleError,
+)
 from pipelane.program import Program
-from pipelane.runtime.loss import microbatch_loss
-from pipelane.runtime.stage import StageModule, backward_from
-from pipelane.runtime.transport import Outbox, Spec, Transport
+from pipelane.runtime.boundary import Boundary, Message, describe, differs
+from pipelane.runtime.loss import LossFn, microbatch_loss
+from pipelane.runtime.stage import StageModule
+from pipelane.runtime.tied import TiedWeights
+from pipelane.runtime.transport import Edge, Outbox, Slot, Transport
 
-__all__ = ["Engine", "KnownSpecs", "StepInput"]
+__all__ = ["Engine", "KnownBoundaries", "StepInput", "StepOutput"]
 
 Op = Callable[[], None]
-Slot = tuple[int, int]
 
 
 class _Label(NamedTuple):
-    """What an op is, for spans and messages. ``what``: "run", "send", "receive" or "wait"."""
+    """What an op is, for spans and messages.
+
+    ``what``: "run", "send", "receive", "wait" or "reduce".
+    """
 
     what: str
     action: Action
@@ -40,7 +50,7 @@ class _Label(NamedTuple):
 
     def __str__(self) -> str:
         peer = f" (rank {self.peer})" if self.peer >= 0 else ""
-        prefix = "" if self.what == "run" else f"{self.what} "
+        prefix = "" if self.what in ("run", "reduce") else f"{self.what} "
         return f"{prefix}{self.action}{peer}"
 
 
@@ -50,42 +60,78 @@ class StepInput:
 
     Attributes:
         number: counts steps from 0; random draws depend on it.
-        keys: per micro-batch, the spec of the model's input; shapes of boundaries follow from it.
+        keys: per micro-batch, what the shapes of all boundaries follow from.
         inputs: micro-batches of the model's input, on the rank of the first stage.
         targets: micro-batches of the target, on the rank of the last stage.
         weights: what each micro-batch's loss is multiplied with, there too.
+        scale: what all gradients are multiplied with, there too.
+        reduce: whether gradients of tied weights are summed at the end.
     """
 
     number: int
-    keys: Sequence[Spec]
-    inputs: Sequence[torch.Tensor] = ()
+    keys: Sequence[Hashable]
+    inputs: Sequence[Message] = ()
     targets: Sequence[Any] = ()
     weights: Sequence[float] = ()
+    scale: float = 1.0
+    reduce: bool = True
 
 
-class KnownSpecs:
-    """Specs of the tensors at stage boundaries, learnt in the first step that meets an input spec.
+@dataclass
+class StepOutput:
+    """What one step gave.
 
-    While an input spec is new, senders tell receivers each output's spec ahead of it. Whether it
-    is new is decided by completed steps alone, so all ranks agree without talking.
+    Attributes:
+        losses: on the rank of the last stage, the weighted losses in the order of micro-batches.
+        metrics: the other entries of what the loss function returned, weighted as well.
+        outputs: of a program that is forward only, there too.
+        input_grads: per micro-batch and tensor of the model's input, its gradient if wanted.
     """
 
-    def __init__(self) -> None:
-        self._inputs: dict[Spec, dict[int, Spec]] = {}
-        self._complete: set[Spec] = set()
+    losses: list[Tensor] = field(default_factory=list)
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    outputs: list[Message] = field(default_factory=list)
+    input_grads: list[list[Any]] = field(default_factory=list)
 
-    def is_new(self, key: Spec) -> bool:
+
+class KnownBoundaries:
+    """What crosses each boundary, learnt in the first step that meets a kind of input.
+
+    While a kind of input is new, senders tell receivers each message's boundary ahead of it.
+    Whether it is new is decided by completed steps alone, so all ranks agree without talking.
+
+    Args:
+        dynamic: never take anything as known.
+    """
+
+    #: More kinds of input than that, and all is learnt anew: nobody has that many on purpose.
+    MOST = 4096
+
+    def __init__(self, dynamic: bool = False) -> None:
+        self._dynamic = dynamic
+        self._tables: dict[Hashable, dict[Edge, Boundary]] = {}
+        self._complete: set[Hashable] = set()
+
+    def is_new(self, key: Hashable) -> bool:
         return key not in self._complete
 
-    def get(self, key: Spec, stage: int) -> Spec | None:
-        """The input spec of a stage, if seen here."""
-        return self._inputs.get(key, {}).get(stage)
+    def tables(self, keys: Sequence[Hashable]) -> list[dict[Edge, Boundary]]:
+        """Per micro-batch of a step, by edge, what is known here for its kind of input."""
+        if self._dynamic:
+            return [{} for _ in keys]
+        return [self._tables.setdefault(key, {}) for key in keys]
 
-    def put(self, key: Spec, stage: int, spec: Spec) -> None:
-        self._inputs.setdefault(key, {})[stage] = spec
-
-    def complete(self, keys: Sequence[Spec]) -> None:
+    def complete(self, keys: Sequence[Hashable]) -> None:
+        if self._dynamic:
+            return
         self._complete.update(keys)
+        if len(self._complete) > self.MOST:
+            self.forget()
+
+    def forget(self) -> None:
+        """Learn all anew; every rank must do it at the same time."""
+        self._tables.clear()
+        self._complete.clear()
 
 
 class Engine:
@@ -95,8 +141,9 @@ class Engine:
         program: verified by pipelane.check.
         stages: this rank's stages by number.
         transport: channels to the other ranks.
-        specs: shared by all engines of a pipeline with the same mode.
-        loss_fn: ``(output, target) -> scalar``, on the rank of the last stage.
+        known: shared by all engines of a pipeline with the same mode.
+        loss_fn: on the rank of the last stage.
+        tied: parameters that stages share.
 
     Raises:
         ScheduleError: the program has an action that the runtime cannot execute.
@@ -107,34 +154,38 @@ class Engine:
         program: Program,
         stages: dict[int, StageModule],
         transport: Transport,
-        specs: KnownSpecs,
-        loss_fn: Callable[[Any, Any], Any] | None,
+        known: KnownBoundaries,
+        loss_fn: LossFn | None = None,
+        tied: TiedWeights | None = None,
     ) -> None:
         self.program = program
         self._stages = stages
         self._transport = transport
         self._ranks = transport.ranks
-        self._specs = specs
+        self._known = known
         self._loss_fn = loss_fn
         self._training = not program.forward_only
         self._last = program.stages - 1
         self._step: StepInput
+        self._out = StepOutput()
         m = program.microbatches
-        # Everything alive between two actions, by stage and micro-batch.
-        self._x: dict[int, list[Any]] = {s: [None] * m for s in stages}
-        self._y: dict[int, list[Any]] = {s: [None] * m for s in stages}
-        self._edge: dict[int, list[Any]] = {s: [None] * m for s in stages}
-        self._dy: dict[int, list[Any]] = {s: [None] * m for s in stages}
-        self._dx: dict[int, list[Any]] = {s: [None] * m for s in stages}
-        self._rest: dict[int, list[Any]] = {s: [None] * m for s in stages}  # between I and W
-        self._out_spec: dict[int, list[Spec | None]] = {s: [None] * m for s in stages}
+        # Messages to stages here, by edge and micro-batch, until they are used; the same for
+        # gradients of messages that went out from here, and for what is to be sent.
+        self._arrived: dict[Edge, list[Any]] = {}
+        self._gradients: dict[Edge, list[Any]] = {}
+        self._leaving: dict[tuple[Edge, bool], list[Any]] = {}
+        for s, stage in stages.items():
+            for other in stage.coming.stages:
+                self._arrived[other, s] = [None] * m
+            for other in stage.going.stages:
+                self._gradients[s, other] = [None] * m
         self._warned: set[int] = set()
         self._outboxes: dict[tuple[int, bool], Outbox] = {}
-        self._spec_sends: list[dist.Work] = []
+        self._boundary_sends = Outbox()
+        self._tables: list[dict[Edge, Boundary]] = [{} for _ in range(m)]
         self._cold: list[bool] = [True] * m
         self._any_cold = True
-        self._losses: list[torch.Tensor] = []
-        self._inboxes = transport.inboxes(program, self._spec_of, self._learn)
+        self._inboxes = transport.inboxes(program, self._boundary_of, self._learn)
         self._ops: list[Op] = []
         self._labels: list[_Label] = []
         self._events: dict[int, tuple[Any, Any]] = {}
@@ -144,9 +195,10 @@ class Engine:
                 for part in instruction.flat():
                     self._compile_compute(part)
             else:
-                self._compile_message(
-                    instruction.kind, instruction.stage, instruction.microbatch, instruction.peer
-                )
+                self._compile_message(instruction)
+        if tied is not None and self._training:
+            for stage_number, op in tied.reductions(lambda: self._step.reduce):
+                self._add(_Label("reduce", Action(Kind.REDUCE_GRAD, stage_number)), op)
         self.clock: list[float] = []
 
     # -- compiling ---------------------------------------------------------------------------
@@ -169,269 +221,254 @@ class Engine:
 
         return timed
 
+    def _here(self, stage: int) -> bool:
+        return self.program.placement[stage] == self._ranks.rank
+
     def _compile_compute(self, action: Action) -> None:
         kind, s, i = action.kind, action.stage, action.microbatch
+        stage = self._stages[s]
         if kind is Kind.F:
-            if s > 0 and self.program.placement[s - 1] != self._ranks.rank:
-                self._compile_wait(action, Kind.F, s - 1, True, self._x)
-            run = self._last_forward(s, i) if s == self._last else self._forward(s, i)
-            self._add(_Label("run", action), run)
+            for other in stage.coming.stages:
+                if other >= 0 and not self._here(other):
+                    self._compile_wait(action, (other, s), True)
+            run = self._forward(s, i)
         elif kind in (Kind.B, Kind.I):
-            if s < self._last and self.program.placement[s + 1] != self._ranks.rank:
-                self._compile_wait(action, Kind.B, s + 1, False, self._dy)
-            if kind is Kind.I:
-                run = self._input_grad(s, i)
-            else:
-                run = self._last_backward(s, i) if s == self._last else self._backward(s, i)
-            self._add(_Label("run", action), run)
+            for other in stage.going.stages:
+                if not self._here(other):
+                    self._compile_wait(action, (s, other), False)
+            run = self._backward(s, i, split=kind is Kind.I)
         elif kind is Kind.W:
-            self._add(_Label("run", action), self._weight_grad(s, i))
+            run = self._weight_grad(s, i)
         else:
             raise ScheduleError(
                 f"schedule {self.program.name!r}: {action} is nothing that the runtime can execute"
             )
+        self._add(_Label("run", action), run)
 
-    def _compile_wait(
-        self, action: Action, kind: Kind, producer: int, forward: bool, into: dict[int, list[Any]]
-    ) -> None:
-        s, i = action.stage, action.microbatch
-        peer = self.program.placement[producer]
-        inbox, row, slot = self._inboxes[peer, forward], into[s], (s, i)
+    def _compile_wait(self, action: Action, edge: Edge, forward: bool) -> None:
+        i, slot = action.microbatch, (edge, action.microbatch)
+        peer = self.program.placement[edge[0] if forward else edge[1]]
+        wait = self._inboxes[peer, forward].wait
+        if forward:
+            row = self._arrived[edge]
 
-        def wait() -> None:
-            row[i] = inbox.wait(slot)
-
-        receive = Action(Kind.RECV_F if forward else Kind.RECV_B, s, i)
-        self._add(_Label("wait", receive, peer), wait)
-
-    def _compile_message(self, kind: Kind, s: int, i: int, peer: int) -> None:
-        action = Action(kind, s, i)
-        if kind.is_receive:
-            inbox, slot = self._inboxes[peer, kind is Kind.RECV_F], (s, i)
-            self._add(_Label("receive", action, peer), lambda: inbox.post(slot))
-        elif kind is Kind.SEND_F:
-            self._add(_Label("send", action, peer), self._send_forward(s, i, peer))
-        elif kind is Kind.SEND_B:
-            self._add(_Label("send", action, peer), self._send_backward(s, i, peer))
+            def op() -> None:
+                row[i] = wait(slot)
         else:
+            row = self._gradients[edge]
+
+            def op() -> None:
+                message = wait(slot)
+                gradients: list[Any] = message.leaves
+                if not all(message.grads):
+                    rest = iter(gradients)
+                    gradients = [next(rest) if wanted else None for wanted in message.grads]
+                row[i] = gradients
+
+        receive = Action(Kind.RECV_F if forward else Kind.RECV_B, action.stage, i)
+        self._add(_Label("wait", receive, peer), op)
+
+    def _compile_message(self, instruction: Any) -> None:
+        kind, i, peer = instruction.kind, instruction.microbatch, instruction.peer
+        action = Action(kind, instruction.stage, i)
+        if not (kind.is_send or kind.is_receive):
             raise ScheduleError(
                 f"schedule {self.program.name!r}: {action} composes with sharded data parallelism, "
                 "which this version does not run"
             )
+        edge, forward = instruction.edge
+        if kind.is_receive:
+            inbox, slot = self._inboxes[peer, forward], (edge, i)
+            self._add(_Label("receive", action, peer), lambda: inbox.post(slot))
+        else:
+            self._add(_Label("send", action, peer), self._send(edge, i, peer, forward))
 
-    def _spec_of(self, forward: bool, slot: Slot) -> Spec | None:
-        """What a message to this rank will be: the input, or the gradient of the output."""
-        s, i = slot
-        if not forward and (known := self._out_spec[s][i]) is not None:
-            return known
-        if self._cold[i]:
+    def _boundary_of(self, forward: bool, slot: Slot) -> Boundary | None:
+        """What a message to this rank will be; a gradient is as what went out from here was."""
+        edge, i = slot
+        if forward and self._cold[i]:
             return None
-        return self._specs.get(self._step.keys[i], s if forward else s + 1)
+        return self._tables[i].get(edge)
 
-    def _learn(self, slot: Slot, spec: Spec) -> None:
-        self._specs.put(self._step.keys[slot[1]], slot[0], spec)
-
-    def _runner(self, s: int, i: int) -> Callable[[], torch.Tensor]:
-        """Run a stage on its input, a slice of the batch or what was received."""
-        stage, xs, first, training = self._stages[s], self._x[s], s == 0, self._training
-
-        def run() -> torch.Tensor:
-            step = self._step
-            if first:
-                xs[i] = step.inputs[i]
-            x = xs[i]
-            if training and not first and (x.is_floating_point() or x.is_complex()):
-                x.requires_grad_()
-            return stage(x, step.number, i)
-
-        return run
+    def _learn(self, slot: Slot, boundary: Boundary) -> None:
+        self._tables[slot[1]][slot[0]] = boundary
 
     def _forward(self, s: int, i: int) -> Op:
-        stage, xs, ys, edges = self._stages[s], self._x[s], self._y[s], self._edge[s]
-        run, out_spec, training = self._runner(s, i), self._out_spec[s], self._training
-        own_next = self._x.get(s + 1) if self.program.placement[s + 1] == self._ranks.rank else None
+        stage, training, is_last = self._stages[s], self._training, s == self._last
+        rows = [self._arrived[other, s] for other in stage.coming.stages]
+        first = s == 0
+        finish = self._finisher(i) if is_last and training else None
+        deliver = [self._deliverer(s, other, i) for other in stage.going.stages]
 
         def forward() -> None:
-            y = run()
-            spec = stage.spec_of(y)
-            key = self._step.keys[i]
-            if self._cold[i]:
-                self._specs.put(key, s + 1, spec)
-            elif spec != self._specs.get(key, s + 1):
-                raise BoundaryError(
-                    f"{stage.where} returned {spec} for micro-batch {i}, but "
-                    f"{self._specs.get(key, s + 1)} for an earlier input of the same shape "
-                    f"({key}); the next stage expects the latter. The shape of a stage's output "
-                    "must depend only on the shape of the model's input"
-                )
-            out_spec[i] = spec
+            step = self._step
+            if first:
+                messages = [step.inputs[i]]
+            else:
+                messages = [row[i] for row in rows]
+                for row in rows:
+                    row[i] = None
             if training:
-                edges[i] = edge_of(y) if y.requires_grad else None
+                out = stage.forward(i, step.number, messages, finish)
             else:
-                xs[i] = None
-            y = y.detach()
-            if own_next is not None:
-                own_next[i] = y
+                out = stage.infer(i, step.number, messages)
+            del messages
+            if not is_last:
+                for hand, message in zip(deliver, out, strict=True):
+                    hand(message)
+            elif training:
+                self._out.losses[i] = out[0].leaves[0]
             else:
-                ys[i] = y if y.is_contiguous() else y.contiguous()
+                self._out.outputs[i] = out[0]
 
         return forward
 
-    def _last_forward(self, s: int, i: int) -> Op:
-        stage, xs, ys, edges = self._stages[s], self._x[s], self._y[s], self._edge[s]
-        run, training, loss_fn = self._runner(s, i), self._training, self._loss_fn
+    def _deliverer(self, s: int, to: int, i: int) -> Callable[[Message], None]:
+        """Check an outgoing message, and hand it to the stage here, or to its send."""
+        stage, edge, device = self._stages[s], (s, to), self._transport.device
+        if self._here(to):
+            row = self._arrived[edge]
+        else:
+            row = self._leaving.setdefault((edge, True), [None] * self.program.microbatches)
 
-        def forward() -> None:
-            y, step = run(), self._step
-            if not training:
-                stage.spec_of(y)
-                xs[i] = None
-                ys[i] = y
-                return
-            assert loss_fn is not None
-            loss = microbatch_loss(loss_fn, y, step.targets[i], step.weights[i], i)
-            if not loss.requires_grad:
+        def hand(message: Message) -> None:
+            known = self._tables[i].get(edge)
+            if known is None:
+                self._tables[i][edge] = describe(message, device, stage.where)
+            else:
+                wrong = differs(message, known, device)
+                if wrong is not None:
+                    self._refuse(stage, to, i, wrong)
+            row[i] = message
+
+        return hand
+
+    def _refuse(self, stage: StageModule, to: int, i: int, wrong: str) -> None:
+        if "needs a gradient" in wrong:
+            hint = (
+                "if parameters were made trainable since, call pipe.relearn() on every rank before "
+                "the next step"
+            )
+        else:
+            hint = (
+                f"stage {to} expects the latter. What a stage returns must have the same form for "
+                "all inputs of the same form; if it depends on their values, build the pipeline "
+                "with dynamic=True"
+            )
+        raise BoundaryError(
+            f"{stage.where} returned {wrong} for an earlier input of the same form (micro-batch "
+            f"{i}); {hint}"
+        )
+
+    def _finisher(self, i: int) -> Callable[[Any], Tensor]:
+        """From the model's output to the weighted loss of a micro-batch."""
+        loss_fn, policy = self._loss_fn, self._stages[self._last].policy
+        assert loss_fn is not None
+
+        def finish(output: Any) -> Tensor:
+            step = self._step
+            with policy.precision():
+                loss, metrics = microbatch_loss(
+                    loss_fn, output, step.targets[i], step.weights[i], i
+                )
+            if torch.is_grad_enabled() and not loss.requires_grad:
                 raise LossError(
                     f"the loss of micro-batch {i} does not depend on any parameter or input that "
                     "requires a gradient: is it detached, or is every parameter frozen?"
                 )
-            edges[i] = loss
-            self._losses.append(loss.detach())
+            if policy.detect_anomaly and not torch.isfinite(loss.detach()).all():
+                raise AnomalyError(f"the loss of micro-batch {i} is {loss.item()}")
+            self._out.metrics[i] = metrics
+            return loss
 
-        return forward
+        return finish
 
-    def _last_backward(self, s: int, i: int) -> Op:
-        edges, xs, first, give = self._edge[s], self._x[s], s == 0, self._giver(s, i)
+    def _backward(self, s: int, i: int, *, split: bool) -> Op:
+        stage, first, is_last = self._stages[s], s == 0, s == self._last
+        rows = [self._gradients[s, other] for other in stage.going.stages]
+        give = [self._giver(other, s, i) for other in stage.coming.stages]
+        work = stage.input_grad if split else stage.backward
 
         def backward() -> None:
-            loss, edges[i] = edges[i], None
-            torch.autograd.backward((loss,))
-            x, xs[i] = xs[i], None
-            if not first:
-                give(x, x.grad)
+            if is_last:
+                scale = self._step.scale
+                gradients: list[Any] = []
+                if scale != 1.0:
+                    loss = self._out.losses[i]
+                    gradients = [[torch.full_like(loss, scale)]]
+            else:
+                gradients = [row[i] for row in rows]
+                for row in rows:
+                    row[i] = None
+            found = work(i, gradients)
+            del gradients
+            if split and stage.early:
+                self._warn_early(s)
+            if first:
+                self._out.input_grads[i] = found[0]
+                return
+            for hand, row in zip(give, found, strict=True):
+                hand(row)
 
         return backward
 
-    def _backward(self, s: int, i: int) -> Op:
-        edges, xs, dys, first = self._edge[s], self._x[s], self._dy[s], s == 0
-        give = self._giver(s, i)
+    def _giver(self, source: int, s: int, i: int) -> Callable[[list[Any]], None]:
+        """Hand the gradients of a stage's input to the stage before, here or to its send."""
+        if source < 0:
+            return lambda row: None
+        edge = source, s
+        if self._here(source):
+            row = self._gradients[edge]
+        else:
+            row = self._leaving.setdefault((edge, False), [None] * self.program.microbatches)
 
-        def backward() -> None:
-            dy, dys[i] = dys[i], None
-            edge, edges[i] = edges[i], None
-            if edge is not None and dy is not None:
-                backward_from(edge, dy)
-            x, xs[i] = xs[i], None
-            if not first:
-                give(x, x.grad)
+        def give(gradients: list[Any]) -> None:
+            row[i] = gradients
 
-        return backward
-
-    def _input_grad(self, s: int, i: int) -> Op:
-        """I: the gradient of the stage's input, so that the stage before can go on."""
-        edges, xs, dys, first, last = (
-            self._edge[s],
-            self._x[s],
-            self._dy[s],
-            s == 0,
-            s == self._last,
-        )
-        give, rests = self._giver(s, i), self._rest[s]
-
-        def input_grad() -> None:
-            dy, dys[i] = dys[i], None
-            edge, edges[i] = edges[i], None
-            x, xs[i] = xs[i], None
-            gradient = None
-            if edge is not None and (last or dy is not None):
-                # Of the first stage only the weights need gradients: all is left to W.
-                inputs = () if first else (x,)
-                found, rests[i] = split_backward((edge,), (dy,), inputs)
-                if rests[i].early:
-                    self._warn_early(s, rests[i].early)
-                gradient = None if first else found[0]
-            if not first:
-                give(x, gradient)
-
-        return input_grad
+        return give
 
     def _weight_grad(self, s: int, i: int) -> Op:
-        """W: the gradients of the stage's parameters, what I left of them."""
-        rests = self._rest[s]
+        stage = self._stages[s]
+        return lambda: stage.weight_grad(i)
 
-        def weight_grad() -> None:
-            rest, rests[i] = rests[i], None
-            if rest is not None:
-                rest.run()
-
-        return weight_grad
-
-    def _warn_early(self, s: int, names: tuple[str, ...]) -> None:
+    def _warn_early(self, s: int) -> None:
         if s not in self._warned:
             self._warned.add(s)
             stage = self._stages[s]
             warnings.warn(
-                f"stage {s} (layers {stage.names[0]!r} to {stage.names[-1]!r}): {', '.join(names)} "
-                "cannot be split into input and weight gradient, so I computes both for the "
-                "parameters behind it and W is shorter than planned",
+                f"stage {s} (layers {stage.names[0]!r} to {stage.names[-1]!r}): "
+                f"{', '.join(stage.early)} cannot be split into input and weight gradient, so I "
+                "computes both for the parameters behind it and W is shorter than planned",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
-    def _giver(self, s: int, i: int) -> Callable[[torch.Tensor, torch.Tensor | None], None]:
-        """Hand the gradient of a stage's input to the stage before, here or to its send."""
-        if s == 0:
-            return lambda x, grad: None
-        here = self.program.placement[s - 1] == self._ranks.rank
-        row = self._dy[s - 1] if here else self._dx[s]
-
-        def give(x: torch.Tensor, grad: torch.Tensor | None) -> None:
-            if x.requires_grad:
-                row[i] = torch.zeros_like(x) if grad is None else grad.contiguous()
-
-        return give
-
-    def _send_forward(self, s: int, i: int, peer: int) -> Op:
-        send = self._transport.sender(Kind.SEND_F, s, i, peer)
-        tell = self._transport.spec_sender(s, i, peer)
-        ys, out_spec = self._y[s], self._out_spec[s]
-        outbox = self._outboxes.setdefault((peer, True), Outbox())
+    def _send(self, edge: Edge, i: int, peer: int, forward: bool) -> Op:
+        m = self.program.microbatches
+        send = self._transport.sender(forward, edge, i, m)
+        tell = self._transport.boundary_sender(edge, i, m) if forward else None
+        row = self._leaving.setdefault((edge, forward), [None] * m)
+        outbox = self._outboxes.setdefault((peer, forward), Outbox())
 
         def op() -> None:
-            y, ys[i] = ys[i], None
-            if self._cold[i]:
-                spec = out_spec[i]
-                assert spec is not None
-                self._spec_sends.append(tell(spec))
-            # While specs are new, receives are posted late: then waiting could deadlock.
-            outbox.keep(send(y), y, may_wait=not self._any_cold)
-
-        return op
-
-    def _send_backward(self, s: int, i: int, peer: int) -> Op:
-        send = self._transport.sender(Kind.SEND_B, s, i, peer)
-        dxs = self._dx[s]
-        outbox = self._outboxes.setdefault((peer, False), Outbox())
-
-        def op() -> None:
-            dx, dxs[i] = dxs[i], None
-            if dx is None:  # an integer tensor crossed this boundary: it has no gradient
-                return
-            outbox.keep(send(dx), dx, may_wait=not self._any_cold)
+            tensors, row[i] = row[i], None
+            if tell is not None:
+                if self._cold[i]:
+                    self._boundary_sends.keep(tell(self._tables[i][edge]), may_wait=False)
+                tensors = [leaf.contiguous() for leaf in tensors.leaves]
+            # While boundaries are new, receives are posted late: then waiting could deadlock.
+            outbox.keep(send(tensors), may_wait=not self._any_cold)
 
         return op
 
     # -- running -----------------------------------------------------------------------------
 
-    def run(self, step: StepInput) -> list[torch.Tensor]:
+    def run(self, step: StepInput) -> StepOutput:
         """Execute the stream once.
 
-        Returns:
-            On the rank of the last stage the weighted micro-batch losses, or the outputs if the
-            program is forward only; an empty list elsewhere.
-
         Raises:
-            LossError, BoundaryError: raised here by this rank's own stages.
+            LossError, BoundaryError, ModelError, AnomalyError: raised here by this rank's own
+                stages.
             PipelineFailure: this rank's layers raised (the original is its cause), or a peer
                 failed or did not answer; the message names who, where and why.
         """
@@ -447,19 +484,21 @@ class Engine:
                 self._finish_sends()
         except BaseException as error:
             raise self._explain(error, len(clock) - 1) from _cause(error)
-        self._specs.complete(step.keys)
-        if self._training:
-            return self._losses
-        last = self._y.get(self._last)
-        if last is None:
-            return []
-        outputs = list(last)
-        last[:] = [None] * len(last)
-        return outputs
+        self._known.complete(step.keys)
+        return self._out
 
     def _prepare(self, step: StepInput) -> None:
         self._step = step
-        self._losses = []
+        m = self.program.microbatches
+        self._out = StepOutput()
+        if self._last in self._stages:
+            blank: list[Any] = [None] * m
+            if self._training:
+                self._out.losses, self._out.metrics = blank, [{} for _ in range(m)]
+            else:
+                self._out.outputs = blank
+        if 0 in self._stages and self._training:
+            self._out.input_grads = [[] for _ in range(m)]
         self.clock = []
         if self._base_event is None and self._events:
             self._base_event = _timing_event()
@@ -467,15 +506,12 @@ class Engine:
             self._base_event.record()
         for inbox in self._inboxes.values():
             inbox.restart()
-        self._cold = [self._specs.is_new(key) for key in step.keys]
+        self._cold = [self._known.is_new(key) for key in step.keys]
         self._any_cold = any(self._cold)
-        for row in self._out_spec.values():
-            row[:] = [None] * len(row)
+        self._tables = self._known.tables(step.keys)
 
     def _finish_sends(self) -> None:
-        for work in self._spec_sends:
-            work.wait()
-        self._spec_sends.clear()
+        self._boundary_sends.finish()
         for outbox in self._outboxes.values():
             outbox.finish()
 
@@ -511,6 +547,13 @@ class Engine:
         if isinstance(error, PipelaneError) or not isinstance(error, Exception):
             return error
         return PipelineFailure(message)
+
+    def held(self) -> int:
+        """How many tensors' places are taken between two actions; 0 after a step."""
+        tables = (self._arrived, self._gradients, self._leaving)
+        rows = [row for table in tables for row in table.values()]
+        waiting = sum(one is not None for row in rows for one in row)
+        return waiting + sum(stage.held() for stage in self._stages.values())
 
     # -- measuring ---------------------------------------------------------------------------
 

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from pipelane.errors import LossError
+from pipelane.trees import flatten
 
-__all__ = ["LossPolicy", "checked_loss", "microbatch_loss", "microbatch_weights", "split_sizes"]
+__all__ = [
+    "LossFn",
+    "LossPolicy",
+    "checked_loss",
+    "microbatch_loss",
+    "microbatch_weights",
+    "split_sizes",
+    "total",
+    "total_metrics",
+]
 
-LossFn = Callable[[Any, Any], torch.Tensor]
+LossFn: TypeAlias = Callable[[Any, Any], Any]
+"""``(output, target) -> scalar tensor``, or a dict with one as "loss" and other numbers."""
 
 
 def split_sizes(rows: int, microbatches: int) -> list[int]:
@@ -35,16 +47,27 @@ class LossPolicy:
         self.weight = weight
 
 
-def microbatch_weights(policy: LossPolicy, targets: Sequence[torch.Tensor]) -> list[float]:
-    """What each micro-batch's loss is multiplied with, so that their sum is the batch's loss."""
+def microbatch_weights(
+    policy: LossPolicy, targets: Sequence[Any], sizes: Sequence[int]
+) -> list[float]:
+    """What each micro-batch's loss is multiplied with, so that their sum is the batch's loss.
+
+    Args:
+        policy: how the loss is reduced.
+        targets: per micro-batch.
+        sizes: rows per micro-batch.
+
+    Raises:
+        LossError: ``weight`` gave numbers that are no weights.
+    """
     if policy.reduction == "sum":
         return [1.0] * len(targets)
     if policy.weight is None:
-        parts = [float(len(target)) for target in targets]
+        parts = [float(size) for size in sizes]
     else:
         parts = [float(policy.weight(target)) for target in targets]
     total = sum(parts)
-    if not total > 0 or min(parts) < 0:
+    if not (0 < total < float("inf")) or min(parts) < 0:
         raise LossError(
             f"loss_weight gave {parts} for the micro-batches; each must be >= 0 and one > 0"
         )
@@ -53,26 +76,77 @@ def microbatch_weights(policy: LossPolicy, targets: Sequence[torch.Tensor]) -> l
 
 def microbatch_loss(
     loss_fn: LossFn, output: Any, target: Any, weight: float, number: int
-) -> torch.Tensor:
-    """The weighted loss of one micro-batch, in the one way that pipeline and reference share."""
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The weighted loss of one micro-batch, and the weighted other entries if it is a dict.
+
+    The one way that pipeline and reference share.
+
+    Raises:
+        LossError: see :func:`checked_loss`.
+    """
     if weight == 0.0:
         # Nothing counts here, and a mean over nothing would be NaN: zero, with zero gradients.
-        nothing: torch.Tensor = (output * 0.0).sum()
-        return nothing
-    loss = checked_loss(loss_fn(output, target), f"for micro-batch {number}")
-    return loss if weight == 1.0 else loss * weight
+        parts = [leaf for leaf in flatten(output)[0] if leaf.requires_grad] or flatten(output)[0]
+        nothing = sum(((part * 0.0).sum() for part in parts), torch.zeros(()))
+        assert isinstance(nothing, Tensor)
+        return nothing, {}
+    found = loss_fn(output, target)
+    where = f"for micro-batch {number}"
+    metrics: dict[str, Tensor] = {}
+    if isinstance(found, Mapping):
+        if "loss" not in found:
+            raise LossError(
+                f'the loss function returned a dict without "loss" {where}, only '
+                f"{', '.join(map(repr, found)) or 'nothing'}; put the loss to train on there"
+            )
+        metrics = {
+            str(name): _metric(str(name), value, where) * weight
+            for name, value in found.items()
+            if name != "loss"
+        }
+        found = found["loss"]
+    loss = checked_loss(found, where)
+    return (loss if weight == 1.0 else loss * weight), metrics
 
 
-def checked_loss(loss: object, where: str) -> torch.Tensor:
+def total(parts: Sequence[Tensor]) -> Tensor:
+    """Their sum, in this order."""
+    whole = parts[0]
+    for part in parts[1:]:
+        whole = whole + part
+    return whole
+
+
+def total_metrics(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Per name the sum over the micro-batches that have it, in order."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: total([part[name] for part in parts if name in part]) for name in names}
+
+
+def _metric(name: str, value: object, where: str) -> Tensor:
+    if isinstance(value, (bool, int, float)):
+        return torch.tensor(float(value))
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        what = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise LossError(
+            f"the loss function returned {name!r} as {what} {where}; next to the loss only numbers "
+            "and scalar tensors can be returned"
+        )
+    value = value.detach().reshape(())
+    return value if value.is_floating_point() else value.float()
+
+
+def checked_loss(loss: object, where: str) -> Tensor:
     """The loss itself, if it is a scalar floating-point tensor.
 
     Raises:
         LossError: naming the place and the remedy.
     """
-    if not isinstance(loss, torch.Tensor):
+    if not isinstance(loss, Tensor):
         raise LossError(
             f"the loss function returned {type(loss).__name__} {where}; it must return a scalar "
-            "tensor, such as torch.nn.functional.cross_entropy(output, target) does"
+            "tensor, such as torch.nn.functional.cross_entropy(output, target) does, or a dict "
+            'with one as "loss"'
         )
     if loss.dim() != 0:
         raise LossError(

@@ -7,13 +7,13 @@ afterwards, untouched.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-__all__ = ["layer_seed", "may_draw", "preserved_stream", "run_layers"]
+__all__ = ["layer_seed", "may_draw", "preserved_stream"]
 
 _MASK = (1 << 64) - 1
 
@@ -63,20 +63,3 @@ def preserved_stream(device: torch.device) -> Iterator[torch.Generator]:
         yield generator
     finally:
         generator.set_state(state)
-
-
-def run_layers(
-    layers: Sequence[tuple[int, nn.Module, bool]],
-    value: torch.Tensor,
-    seed: int,
-    step: int,
-    microbatch: int,
-    device: torch.device,
-) -> torch.Tensor:
-    """Run (index in the model, layer, may it draw) in order, seeding each that may draw."""
-    with preserved_stream(device) as generator:
-        for index, layer, draws in layers:
-            if draws:
-                generator.manual_seed(layer_seed(seed, step, microbatch, index))
-            value = layer(value)
-    return value

@@ -1,4 +1,4 @@
-"""Tensors between ranks: one channel per (sender, receiver, direction), receives posted ahead.
+"""Messages between ranks: one channel per (sender, receiver, direction), receives posted ahead.
 
 On the CPU all channels share one gloo group, whose messages carry tags. On CUDA each channel has
 its own NCCL communicator, because NCCL has no tags and serialises what shares a communicator;
@@ -7,19 +7,20 @@ within a channel, receives are posted in the order of the sends (see ``pipelane.
 
 from __future__ import annotations
 
-import itertools
+import pickle
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from pipelane.actions import Kind
 from pipelane.program import Program
+from pipelane.runtime.boundary import Boundary, Message
 from pipelane.runtime.group import Ranks
 
-__all__ = ["DTYPES", "Inbox", "Outbox", "Spec", "Transport", "decode_spec", "encode_spec"]
+__all__ = ["Edge", "Inbox", "Outbox", "Slot", "Transport"]
 
 #: Receives kept posted on a channel beyond the one that is needed next ...
 LOOKAHEAD = 2
@@ -29,107 +30,77 @@ LOOKAHEAD = 2
 AHEAD_BYTES = 1 << 20
 #: Sends under way on a channel before the oldest is waited for; more while they are small.
 SENDS_AHEAD = 2
-#: Most dimensions of a tensor that crosses a stage boundary.
-MAX_DIMS = 10
 
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-]
-_DTYPE_CODE = {dtype: code for code, dtype in enumerate(DTYPES)}
-
-
-class Spec(NamedTuple):
-    """What a message is: shape and dtype."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
-
-
-def encode_spec(spec: Spec) -> list[int]:
-    """A spec as ``2 + MAX_DIMS`` numbers."""
-    padding = [0] * (MAX_DIMS - len(spec.shape))
-    return [_DTYPE_CODE[spec.dtype], len(spec.shape), *spec.shape, *padding]
-
-
-def decode_spec(numbers: Sequence[int]) -> Spec:
-    return Spec(tuple(numbers[2 : 2 + numbers[1]]), DTYPES[numbers[0]])
+Edge: TypeAlias = tuple[int, int]
+"""Two stages that exchange messages: activations from the first to the second, gradients back."""
+Slot: TypeAlias = tuple[Edge, int]
+"""A message of an edge: (edge, micro-batch)."""
+#: A tensor under way: what waits for it, and the tensor.
+Works: TypeAlias = list[tuple[Tensor, dist.Work]]
 
 
 class Inbox:
     """The receiving end of one channel: slots in the order in which the peer sends.
 
-    A slot is (stage, micro-batch). ``spec_of(slot)`` says what the message will be, or None if
-    only the peer knows yet; then it sends the spec ahead, which is read when the slot is waited
-    for. A gradient (``forward`` False) whose dtype cannot have one is never sent.
+    ``known(slot)`` says what the message will be, or None if only the peer knows yet; then it sends
+    that ahead, and it is read when the slot is waited for. Of a gradient (``forward`` False) only
+    the tensors that want one are sent.
     """
 
     def __init__(
         self,
-        slots: Sequence[tuple[int, int]],
+        slots: Sequence[Slot],
         forward: bool,
-        spec_of: Callable[[tuple[int, int]], Spec | None],
-        receive: Callable[[torch.Tensor, tuple[int, int]], dist.Work],
-        receive_spec: Callable[[tuple[int, int]], Spec],
+        known: Callable[[Slot], Boundary | None],
+        receive: Callable[[Tensor, Slot, int], dist.Work],
+        receive_boundary: Callable[[Slot], Boundary],
         device: torch.device,
     ) -> None:
         self._slots = slots
         self._forward = forward
         self._index = {slot: index for index, slot in enumerate(slots)}
-        self._spec_of = spec_of
+        self._known = known
         self._receive = receive
-        self._receive_spec = receive_spec
+        self._receive_boundary = receive_boundary
         self._device = device
         self._posted = 0
         self._bytes = 0  # posted and not yet waited for
-        self._works: dict[tuple[int, int], tuple[torch.Tensor, dist.Work]] = {}
+        self._works: dict[Slot, tuple[Boundary, Works]] = {}
 
-    def post(self, slot: tuple[int, int]) -> None:
-        """Post the receives up to this slot and the look-ahead, as far as specs are known."""
+    def post(self, slot: Slot) -> None:
+        """Post the receives up to this slot and the look-ahead, as far as they are known."""
         last = self._index[slot] + LOOKAHEAD
-        while self._posted < len(self._slots) and (
-            self._posted <= last or self._bytes <= AHEAD_BYTES
-        ):
-            following = self._slots[self._posted]
-            spec = self._spec_of(following)
-            if spec is None:
+        slots = self._slots
+        while self._posted < len(slots) and (self._posted <= last or self._bytes <= AHEAD_BYTES):
+            following = slots[self._posted]
+            boundary = self._known(following)
+            if boundary is None:
                 return
-            self._post(following, spec)
+            self._post(following, boundary)
 
-    def wait(self, slot: tuple[int, int]) -> torch.Tensor | None:
-        """The message of this slot, wholly received; None if there is none to expect."""
+    def wait(self, slot: Slot) -> Message:
+        """The message of this slot, wholly received; of a gradient, all tensors that want one."""
         index = self._index[slot]
         while self._posted <= index:
             following = self._slots[self._posted]
-            self._post(following, self._spec_of(following) or self._receive_spec(following))
-        posted = self._works.pop(slot, None)
-        if posted is None:
-            return None
-        buffer, work = posted
-        work.wait()
-        self._bytes -= buffer.nbytes
-        return buffer
+            self._post(following, self._known(following) or self._receive_boundary(following))
+        boundary, works = self._works.pop(slot)
+        leaves = []
+        for buffer, work in works:
+            work.wait()
+            self._bytes -= buffer.nbytes
+            leaves.append(buffer)
+        return Message(boundary.structure, leaves, boundary.grads)
 
-    def _post(self, slot: tuple[int, int], spec: Spec) -> None:
+    def _post(self, slot: Slot, boundary: Boundary) -> None:
         self._posted += 1
-        if not self._forward and not (spec.dtype.is_floating_point or spec.dtype.is_complex):
-            return
-        buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
-        self._bytes += buffer.nbytes
-        self._works[slot] = (buffer, self._receive(buffer, slot))
+        works = []
+        for place, spec in enumerate(boundary.specs):
+            if self._forward or spec.grad:
+                buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+                self._bytes += buffer.nbytes
+                works.append((buffer, self._receive(buffer, slot, place)))
+        self._works[slot] = boundary, works
 
     def restart(self) -> None:
         """Before each step."""
@@ -145,12 +116,14 @@ class Outbox:
     """
 
     def __init__(self) -> None:
-        self._pending: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._pending: deque[Works] = deque()
         self._bytes = 0
 
-    def keep(self, work: dist.Work, tensor: torch.Tensor, *, may_wait: bool) -> None:
-        self._pending.append((work, tensor))
-        self._bytes += tensor.nbytes
+    def keep(self, works: Works, *, may_wait: bool) -> None:
+        """Take charge of the tensors of one message."""
+        self._pending.append(works)
+        for tensor, _ in works:
+            self._bytes += tensor.nbytes
         while may_wait and len(self._pending) > SENDS_AHEAD and self._bytes > AHEAD_BYTES:
             self._finish_oldest()
 
@@ -160,9 +133,9 @@ class Outbox:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        work, tensor = self._pending.popleft()
-        self._bytes -= tensor.nbytes
-        work.wait()
+        for tensor, work in self._pending.popleft():
+            self._bytes -= tensor.nbytes
+            work.wait()
 
 
 class Transport:
@@ -171,15 +144,21 @@ class Transport:
     Args:
         ranks: the pipeline's ranks.
         placement: stage -> rank.
+        edges: pairs of stages that exchange messages; the same on every rank.
         device: where tensors live.
     """
 
-    def __init__(self, ranks: Ranks, placement: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, ranks: Ranks, placement: Sequence[int], edges: Iterable[Edge], device: torch.device
+    ) -> None:
         self.ranks = ranks
         self.device = device
-        self._stages = len(placement)
+        self._placement = placement
+        self._number = {edge: number for number, edge in enumerate(edges)}
         self._groups: dict[tuple[int, int, bool], dist.ProcessGroup] = {}
-        pairs = {(a, b) for a, b in itertools.pairwise(placement) if a != b}
+        pairs = {
+            (placement[a], placement[b]) for a, b in self._number if placement[a] != placement[b]
+        }
         if device.type == "cpu":
             shared = ranks.new_data_group(range(ranks.size), "gloo")
             assert shared is not None
@@ -194,79 +173,110 @@ class Transport:
                         self._groups[key] = made
 
     def sender(
-        self, kind: Kind, stage: int, microbatch: int, peer: int
-    ) -> Callable[..., dist.Work]:
-        """A function that sends the result of this action to the peer."""
-        forward = kind is Kind.SEND_F
+        self, forward: bool, edge: Edge, microbatch: int, microbatches: int
+    ) -> Callable[[Sequence[Tensor | None]], Works]:
+        """A function that sends the tensors of one message; those that are None stay here."""
+        peer = self._placement[edge[1] if forward else edge[0]]
         group = self._groups[self.ranks.rank, peer, forward]
-        to, tag = self._address(group, peer), self._tag(forward, stage, microbatch)
+        to, first, stride = (
+            self._address(group, peer),
+            *self._tags(forward, edge, microbatch, microbatches),
+        )
         post = group.send
 
-        def send(tensor: torch.Tensor) -> dist.Work:
-            return post([tensor], to, tag)
+        def send(tensors: Sequence[Tensor | None]) -> Works:
+            tag, works = first, []
+            for tensor in tensors:
+                if tensor is not None:
+                    works.append((tensor, post([tensor], to, tag)))
+                tag += stride
+            return works
 
         return send
 
-    def spec_sender(self, stage: int, microbatch: int, peer: int) -> Callable[[Spec], dist.Work]:
-        """A function that tells the peer what the stage's output for this micro-batch will be."""
-        tag = self._tag(True, stage, microbatch)
+    def boundary_sender(
+        self, edge: Edge, microbatch: int, microbatches: int
+    ) -> Callable[[Boundary], Works]:
+        """A function that tells the receiver of an edge what a message will be."""
+        peer = self._placement[edge[1]]
+        tag, _ = self._tags(True, edge, microbatch, microbatches)
         post = self.ranks.control.send
 
-        def send(spec: Spec) -> dist.Work:
-            return post([torch.tensor(encode_spec(spec), dtype=torch.int64)], peer, tag)
+        def send(boundary: Boundary) -> Works:
+            text = torch.frombuffer(bytearray(pickle.dumps(boundary)), dtype=torch.uint8)
+            length = torch.tensor([len(text)])
+            return [(one, post([one], peer, tag)) for one in (length, text)]
 
         return send
 
     def inboxes(
         self,
         program: Program,
-        spec_of: Callable[[bool, tuple[int, int]], Spec | None],
-        learn: Callable[[tuple[int, int], Spec], None],
+        known: Callable[[bool, Slot], Boundary | None],
+        learn: Callable[[Slot, Boundary], None],
     ) -> dict[tuple[int, bool], Inbox]:
         """This rank's receiving ends for a program, by (peer, is forward).
 
-        ``spec_of(is forward, (receiving stage, micro-batch))`` gives a message's spec if known;
-        ``learn`` is told each spec that came ahead of its tensor.
+        ``known(is forward, slot)`` gives what a message will be, if that is known; ``learn`` is
+        told what came ahead of its message.
         """
-        slots: dict[tuple[int, bool], list[tuple[int, int]]] = {}
+        slots: dict[tuple[int, bool], list[Slot]] = {}
         for instruction in program.streams[self.ranks.rank]:
             if instruction.kind.is_receive:
-                forward = instruction.kind is Kind.RECV_F
-                slot = (instruction.stage, instruction.microbatch)
-                slots.setdefault((instruction.peer, forward), []).append(slot)
+                edge, forward = instruction.edge
+                slots.setdefault((instruction.peer, forward), []).append(
+                    (edge, instruction.microbatch)
+                )
         return {
-            key: self._inbox(key[0], key[1], found, spec_of, learn) for key, found in slots.items()
+            (peer, forward): self._inbox(peer, forward, found, program.microbatches, known, learn)
+            for (peer, forward), found in slots.items()
         }
 
     def _inbox(
         self,
         peer: int,
         forward: bool,
-        slots: Sequence[tuple[int, int]],
-        spec_of: Callable[[bool, tuple[int, int]], Spec | None],
-        learn: Callable[[tuple[int, int], Spec], None],
+        slots: Sequence[Slot],
+        microbatches: int,
+        known: Callable[[bool, Slot], Boundary | None],
+        learn: Callable[[Slot, Boundary], None],
     ) -> Inbox:
         group = self._groups[peer, self.ranks.rank, forward]
         source, post, control = self._address(group, peer), group.recv, self.ranks.control
-        step = -1 if forward else 1  # the producer is the stage before, or after
+        tags = {slot: self._tags(forward, *slot, microbatches) for slot in slots}
 
-        def receive(buffer: torch.Tensor, slot: tuple[int, int]) -> dist.Work:
-            return post([buffer], source, self._tag(forward, slot[0] + step, slot[1]))
+        def receive(buffer: Tensor, slot: Slot, place: int) -> dist.Work:
+            tag, stride = tags[slot]
+            return post([buffer], source, tag + place * stride)
 
-        def receive_spec(slot: tuple[int, int]) -> Spec:
-            numbers = torch.empty(2 + MAX_DIMS, dtype=torch.int64)
-            control.recv([numbers], peer, self._tag(True, slot[0] - 1, slot[1])).wait()
-            spec = decode_spec(numbers.tolist())
-            learn(slot, spec)
-            return spec
+        def receive_boundary(slot: Slot) -> Boundary:
+            length = torch.empty(1, dtype=torch.int64)
+            control.recv([length], peer, tags[slot][0]).wait()
+            text = torch.empty(int(length), dtype=torch.uint8)
+            control.recv([text], peer, tags[slot][0]).wait()
+            boundary: Boundary = pickle.loads(bytes(text.tolist()))
+            learn(slot, boundary)
+            return boundary
 
         return Inbox(
-            slots, forward, lambda slot: spec_of(forward, slot), receive, receive_spec, self.device
+            slots,
+            forward,
+            lambda slot: known(forward, slot),
+            receive,
+            receive_boundary,
+            self.device,
         )
 
-    def _tag(self, forward: bool, stage: int, microbatch: int) -> int:
-        """A number per message of a step; control tags below 16 are for other uses."""
-        return 16 + 2 * (microbatch * self._stages + stage) + forward
+    def _tags(
+        self, forward: bool, edge: Edge, microbatch: int, microbatches: int
+    ) -> tuple[int, int]:
+        """The tag of a message's first tensor, and the step to the next one's.
+
+        Tags are numbers of their own within a step; those below 16 are for other uses.
+        """
+        count = len(self._number)
+        tag = 16 + 2 * (microbatch * count + self._number[edge]) + forward
+        return tag, 2 * microbatches * count
 
     def _address(self, group: dist.ProcessGroup, peer: int) -> int:
         return dist.get_group_rank(group, self.ranks.world[peer])
