@@ -38,10 +38,14 @@ def batch_of(value: Any, least: int) -> Rows:
 
 
 def plain(leaf: torch.Tensor) -> torch.Tensor:
-    """A tensor that autograd may save; the batch's own graph stays out of the pipeline."""
+    """A tensor that autograd may save; the batch's own graph stays out of the pipeline.
+
+    With a version counter of its own: views share one, and a layer that overwrites its rows of the
+    batch must not spoil what the backward of other rows needs.
+    """
     if leaf.is_inference() and not torch.is_inference_mode_enabled():
         return leaf.clone()
-    return leaf.detach() if leaf.requires_grad else leaf
+    return leaf.data
 
 
 def give_back(batch: Rows, parts: list[list[Any]]) -> None:

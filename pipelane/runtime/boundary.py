@@ -11,7 +11,7 @@ from torch import Tensor
 from pipelane.errors import BoundaryError
 from pipelane.trees import Structure, paths
 
-__all__ = ["DTYPES", "Boundary", "Message", "Spec", "describe", "differs"]
+__all__ = ["DTYPES", "Boundary", "Message", "Spec", "describe", "differs", "returning"]
 
 #: What can be sent.
 DTYPES = (
@@ -114,6 +114,14 @@ def differs(message: Message, known: Boundary, device: torch.device) -> str | No
         if message.grads[index] and not spec.grad:
             return f"{spec}{_place(message, index)} that needs a gradient, but one that did not"
     return None
+
+
+def returning(gradients: Sequence[Tensor | None]) -> tuple[Spec, ...]:
+    """Specs of the gradients that go back along an edge; ``grad`` says which there are."""
+    return tuple(
+        Spec((), torch.float32) if g is None else Spec(tuple(g.shape), g.dtype, True)
+        for g in gradients
+    )
 
 
 def _place(message: Message, index: int) -> str:

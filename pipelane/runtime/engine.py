@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,15 +27,18 @@ from pipelane.errors import (
     ScheduleError,
 )
 from pipelane.program import Program
-from pipelane.runtime.boundary import Boundary, Message, describe, differs
+from pipelane.runtime.boundary import Boundary, Message, describe, differs, returning
 from pipelane.runtime.loss import LossFn, microbatch_loss
 from pipelane.runtime.stage import StageModule
 from pipelane.runtime.tied import TiedWeights
 from pipelane.runtime.transport import Edge, Outbox, Slot, Transport
+from pipelane.trees import LEAF
 
 __all__ = ["Engine", "KnownBoundaries", "StepInput", "StepOutput"]
 
 Op = Callable[[], None]
+Table: TypeAlias = dict[tuple[Edge, bool], Boundary]
+"""What goes along an edge, forward or back."""
 
 
 class _Label(NamedTuple):
@@ -109,14 +112,14 @@ class KnownBoundaries:
 
     def __init__(self, dynamic: bool = False) -> None:
         self._dynamic = dynamic
-        self._tables: dict[Hashable, dict[Edge, Boundary]] = {}
+        self._tables: dict[Hashable, Table] = {}
         self._complete: set[Hashable] = set()
 
     def is_new(self, key: Hashable) -> bool:
         return key not in self._complete
 
-    def tables(self, keys: Sequence[Hashable]) -> list[dict[Edge, Boundary]]:
-        """Per micro-batch of a step, by edge, what is known here for its kind of input."""
+    def tables(self, keys: Sequence[Hashable]) -> list[Table]:
+        """Per micro-batch of a step, what is known here for its kind of input."""
         if self._dynamic:
             return [{} for _ in keys]
         return [self._tables.setdefault(key, {}) for key in keys]
@@ -182,7 +185,7 @@ class Engine:
         self._warned: set[int] = set()
         self._outboxes: dict[tuple[int, bool], Outbox] = {}
         self._boundary_sends = Outbox()
-        self._tables: list[dict[Edge, Boundary]] = [{} for _ in range(m)]
+        self._tables: list[Table] = [{} for _ in range(m)]
         self._cold: list[bool] = [True] * m
         self._any_cold = True
         self._inboxes = transport.inboxes(program, self._boundary_of, self._learn)
@@ -259,11 +262,8 @@ class Engine:
 
             def op() -> None:
                 message = wait(slot)
-                gradients: list[Any] = message.leaves
-                if not all(message.grads):
-                    rest = iter(gradients)
-                    gradients = [next(rest) if wanted else None for wanted in message.grads]
-                row[i] = gradients
+                there = iter(message.leaves)
+                row[i] = [next(there) if sent else None for sent in message.grads]
 
         receive = Action(Kind.RECV_F if forward else Kind.RECV_B, action.stage, i)
         self._add(_Label("wait", receive, peer), op)
@@ -284,14 +284,24 @@ class Engine:
             self._add(_Label("send", action, peer), self._send(edge, i, peer, forward))
 
     def _boundary_of(self, forward: bool, slot: Slot) -> Boundary | None:
-        """What a message to this rank will be; a gradient is as what went out from here was."""
+        """What a message to this rank will be."""
         edge, i = slot
-        if forward and self._cold[i]:
-            return None
-        return self._tables[i].get(edge)
+        return None if self._cold[i] else self._tables[i].get((edge, forward))
 
-    def _learn(self, slot: Slot, boundary: Boundary) -> None:
-        self._tables[slot[1]][slot[0]] = boundary
+    def _learn(self, forward: bool, slot: Slot, boundary: Boundary) -> None:
+        """What was told ahead of a message, or was found out here, for the steps to come.
+
+        A gradient that any micro-batch has is expected of all: the others then send zeros.
+        """
+        i, key = slot[1], (slot[0], forward)
+        before = self._tables[i].get(key)
+        if before is not None and not forward:
+            specs = [
+                old if old.grad else new
+                for old, new in zip(before.specs, boundary.specs, strict=True)
+            ]
+            boundary = Boundary(boundary.structure, tuple(specs))
+        self._tables[i][key] = boundary
 
     def _forward(self, s: int, i: int) -> Op:
         stage, training, is_last = self._stages[s], self._training, s == self._last
@@ -326,15 +336,16 @@ class Engine:
     def _deliverer(self, s: int, to: int, i: int) -> Callable[[Message], None]:
         """Check an outgoing message, and hand it to the stage here, or to its send."""
         stage, edge, device = self._stages[s], (s, to), self._transport.device
+        key = edge, True
         if self._here(to):
             row = self._arrived[edge]
         else:
             row = self._leaving.setdefault((edge, True), [None] * self.program.microbatches)
 
         def hand(message: Message) -> None:
-            known = self._tables[i].get(edge)
+            known = self._tables[i].get(key)
             if known is None:
-                self._tables[i][edge] = describe(message, device, stage.where)
+                self._tables[i][key] = describe(message, device, stage.where)
             else:
                 wrong = differs(message, known, device)
                 if wrong is not None:
@@ -422,10 +433,31 @@ class Engine:
         else:
             row = self._leaving.setdefault((edge, False), [None] * self.program.microbatches)
 
+        slot, key = (edge, i), (edge, False)
+
         def give(gradients: list[Any]) -> None:
             row[i] = gradients
+            if self._cold[i]:
+                self._learn(False, slot, Boundary(LEAF, returning(gradients)))
+                return
+            for place, spec in enumerate(self._tables[i][key].specs):
+                if (gradients[place] is None) is spec.grad:
+                    if not spec.grad:
+                        self._refuse_gradient(s, source, i)
+                    gradients[place] = torch.zeros(
+                        spec.shape, dtype=spec.dtype, device=self._transport.device
+                    )
 
         return give
+
+    def _refuse_gradient(self, s: int, source: int, i: int) -> None:
+        names = self._stages[s].names
+        raise BoundaryError(
+            f"stage {s} (layers {names[0]!r} to {names[-1]!r}) has a gradient for stage "
+            f"{source} in micro-batch {i} that no micro-batch had for an earlier input of the same form; if "
+            "which outputs are used depends on values, build the pipeline with dynamic=True; if "
+            "parameters were made trainable since, call pipe.relearn() on every rank"
+        )
 
     def _weight_grad(self, s: int, i: int) -> Op:
         stage = self._stages[s]
@@ -446,16 +478,19 @@ class Engine:
     def _send(self, edge: Edge, i: int, peer: int, forward: bool) -> Op:
         m = self.program.microbatches
         send = self._transport.sender(forward, edge, i, m)
-        tell = self._transport.boundary_sender(edge, i, m) if forward else None
+        tell = self._transport.boundary_sender(forward, edge, i, m)
         row = self._leaving.setdefault((edge, forward), [None] * m)
         outbox = self._outboxes.setdefault((peer, forward), Outbox())
 
         def op() -> None:
             tensors, row[i] = row[i], None
-            if tell is not None:
-                if self._cold[i]:
-                    self._boundary_sends.keep(tell(self._tables[i][edge]), may_wait=False)
+            if forward:
                 tensors = [leaf.contiguous() for leaf in tensors.leaves]
+            if self._cold[i]:
+                boundary = self._tables[i][edge, forward]
+                if not forward:  # of this very message, not of others of its kind
+                    boundary = Boundary(LEAF, returning(tensors))
+                self._boundary_sends.keep(tell(boundary), may_wait=False)
             # While boundaries are new, receives are posted late: then waiting could deadlock.
             outbox.keep(send(tensors), may_wait=not self._any_cold)
 

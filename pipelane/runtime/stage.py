@@ -7,7 +7,7 @@ stages do, so a backward goes through them one by one, last to first, whole or i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -123,13 +123,7 @@ class _Segment:
         self, value: _Bundle, skips: dict[str, _Bundle], step: int, microbatch: int
     ) -> tuple[Any, dict[str, Any]]:
         """Run once, and see whether the input is overwritten and which buffers are changed."""
-        buffers = [
-            (module, name, buffer.detach().clone())
-            for layer in self.modules
-            for module in layer.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
+        buffers = self.state()
         always = self._copies
 
         def attempt() -> tuple[Any, dict[str, Any]]:
@@ -185,10 +179,18 @@ class _Segment:
         )
 
     def state(self) -> list[tuple[nn.Module, str, Tensor]]:
-        """Copies of the buffers that forwards change."""
+        """Copies of the buffers that forwards change; of all, before that is known."""
+        changing: Iterable[tuple[nn.Module, str]] = self._changing
+        if self._fresh:
+            changing = (
+                (module, name)
+                for layer in self.modules
+                for module in layer.modules()
+                for name in module._buffers
+            )
         return [
             (module, name, buffer.detach().clone())
-            for module, name in self._changing
+            for module, name in changing
             if (buffer := module._buffers.get(name)) is not None
         ]
 
@@ -359,8 +361,8 @@ class StageModule:
                 loss = finish(result)
                 cut, kept = _Bundle(LEAF, [loss.detach()]), {}
             else:
-                cut = _cut(_bundle(result))[0]
-                kept = {name: _cut(_bundle(one))[0] for name, one in stashed.items()}
+                cut = _detached(_bundle(result))
+                kept = {name: _detached(_bundle(one)) for name, one in stashed.items()}
         needs = segment.may_need_gradient(inputs)
         outputs = _leaves(cut, kept)
         edges = [
@@ -428,7 +430,8 @@ class StageModule:
                 For the last stage one of the loss, or None for 1.
 
         Returns:
-            Per incoming message and tensor, the gradient of the input.
+            Per incoming message and tensor, the gradient of the input; None where none is wanted,
+            and where no output depends on it.
         """
         records, self._records[i] = self._records[i], None
         assert records is not None
@@ -491,14 +494,12 @@ class StageModule:
         assert messages is not None
         found: list[list[Any]] = []
         for message in messages:
-            row: list[Any] = []
-            for leaf, wanted in zip(message.leaves, message.grads, strict=True):
-                if not wanted:
-                    row.append(None)
-                    continue
-                gradient = leaf.grad
-                row.append(torch.zeros_like(leaf) if gradient is None else gradient.contiguous())
-            found.append(row)
+            found.append(
+                [
+                    leaf.grad.contiguous() if wanted and leaf.grad is not None else None
+                    for leaf, wanted in zip(message.leaves, message.grads, strict=True)
+                ]
+            )
         if self.policy.detect_anomaly:
             for row in found:
                 for gradient in row:
@@ -550,8 +551,11 @@ def _bundle(value: Any) -> _Bundle:
 
 def _cut(bundle: _Bundle) -> tuple[_Bundle, list[Any]]:
     """The same without a graph, and where each tensor hung in it."""
-    edges = [edge_of(leaf) if leaf.requires_grad else None for leaf in bundle.leaves]
-    return _Bundle(bundle.structure, [leaf.detach() for leaf in bundle.leaves]), edges
+    return _detached(bundle), [edge_of(x) if x.requires_grad else None for x in bundle.leaves]
+
+
+def _detached(bundle: _Bundle) -> _Bundle:
+    return _Bundle(bundle.structure, [leaf.detach() for leaf in bundle.leaves])
 
 
 def _equal(buffer: Tensor | None, before: Tensor) -> bool:

@@ -195,11 +195,11 @@ class Transport:
         return send
 
     def boundary_sender(
-        self, edge: Edge, microbatch: int, microbatches: int
+        self, forward: bool, edge: Edge, microbatch: int, microbatches: int
     ) -> Callable[[Boundary], Works]:
-        """A function that tells the receiver of an edge what a message will be."""
-        peer = self._placement[edge[1]]
-        tag, _ = self._tags(True, edge, microbatch, microbatches)
+        """A function that tells the receiver of a message what it will be."""
+        peer = self._placement[edge[1] if forward else edge[0]]
+        tag, _ = self._tags(forward, edge, microbatch, microbatches)
         post = self.ranks.control.send
 
         def send(boundary: Boundary) -> Works:
@@ -213,7 +213,7 @@ class Transport:
         self,
         program: Program,
         known: Callable[[bool, Slot], Boundary | None],
-        learn: Callable[[Slot, Boundary], None],
+        learn: Callable[[bool, Slot, Boundary], None],
     ) -> dict[tuple[int, bool], Inbox]:
         """This rank's receiving ends for a program, by (peer, is forward).
 
@@ -239,7 +239,7 @@ class Transport:
         slots: Sequence[Slot],
         microbatches: int,
         known: Callable[[bool, Slot], Boundary | None],
-        learn: Callable[[Slot, Boundary], None],
+        learn: Callable[[bool, Slot, Boundary], None],
     ) -> Inbox:
         group = self._groups[peer, self.ranks.rank, forward]
         source, post, control = self._address(group, peer), group.recv, self.ranks.control
@@ -255,7 +255,7 @@ class Transport:
             text = torch.empty(int(length), dtype=torch.uint8)
             control.recv([text], peer, tags[slot][0]).wait()
             boundary: Boundary = pickle.loads(bytes(text.tolist()))
-            learn(slot, boundary)
+            learn(forward, slot, boundary)
             return boundary
 
         return Inbox(
