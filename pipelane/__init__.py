@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pipelane.program import Program as Program
     from pipelane.program import lower as lower
     from pipelane.reference import reference as reference
+    from pipelane.runtime.scaler import GradScaler as GradScaler
     from pipelane.schedule import Schedule as Schedule
     from pipelane.schedule import Shape as Shape
     from pipelane.simulate import simulate as simulate
@@ -63,6 +64,7 @@ _HOME = {
     "Program": "program",
     "lower": "program",
     "reference": "reference",
+    "GradScaler": "runtime.scaler",
     "Schedule": "schedule",
     "Shape": "schedule",
     "simulate": "simulate",

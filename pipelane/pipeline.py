@@ -624,6 +624,12 @@ class Pipeline:
             ModelError: an entry is missing or has another shape; nothing was loaded then.
         """
         own = self.state_dict()
+        state = dict(state)
+        for tie in self._ties:  # saved once, perhaps without its other names
+            there = next((name for name in tie.names if name in state), None)
+            if there is not None:
+                for name in tie.names:
+                    state.setdefault(name, state[there])
         missing = [key for key in own if key not in state]
         prefixes = tuple(f"{name}." for name, _ in self._named_modules())
         unknown = [key for key in state if key.startswith(prefixes) and key not in own]

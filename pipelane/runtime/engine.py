@@ -454,8 +454,8 @@ class Engine:
         names = self._stages[s].names
         raise BoundaryError(
             f"stage {s} (layers {names[0]!r} to {names[-1]!r}) has a gradient for stage "
-            f"{source} in micro-batch {i} that no micro-batch had for an earlier input of the same form; if "
-            "which outputs are used depends on values, build the pipeline with dynamic=True; if "
+            f"{source} in micro-batch {i} that no micro-batch had for an earlier input of the same "
+            "form; if which outputs are used depends on values, build it with dynamic=True; if "
             "parameters were made trainable since, call pipe.relearn() on every rank"
         )
 

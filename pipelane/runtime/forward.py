@@ -78,13 +78,16 @@ class Runner:
         self.layers = list(layers)
         self.policy = policy
         self._steps = [self._step(layer) for layer in layers]
-        self.stashes = [name for step in self._steps for name in step.stashes]
-        self.pops = [name for step in self._steps for name in step.pops]
+        stashes = [name for step in self._steps for name in step.stashes]
+        pops = [name for step in self._steps for name in step.pops]
+        # What comes from before these layers, and what is for after them.
+        self.pops = [name for name in pops if name not in stashes]
+        self.stashes = [name for name in stashes if name not in pops]
         if compiler is not None:
             self._steps = _compiled(self._steps, compiler, policy.detect_anomaly)
         self._modules = [step.run for step in self._steps]
         self._draws = any(step.draws for step in self._steps)
-        self._skips = bool(self.stashes or self.pops)
+        self._skips = any(any(step.declared) for step in self._steps)
         self._plain = not (
             self._draws or self._skips or policy.autocast is not None or policy.detect_anomaly
         )

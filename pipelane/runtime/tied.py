@@ -21,7 +21,7 @@ __all__ = ["Tie", "TiedWeights", "find_ties"]
 
 
 class Tie(NamedTuple):
-    """A parameter of several stages.
+    """A parameter with several names, perhaps in several stages.
 
     Attributes:
         name: its first name in the model.
@@ -35,7 +35,7 @@ class Tie(NamedTuple):
 
 
 def find_ties(layers: Sequence[tuple[str, nn.Module]], sizes: Sequence[int]) -> list[Tie]:
-    """The parameters, found by identity, that layers of more than one stage have.
+    """The parameters, found by identity, that the model has under several names.
 
     Raises:
         ModelError: parameters of two stages are different objects in the same memory.
@@ -63,7 +63,7 @@ def find_ties(layers: Sequence[tuple[str, nn.Module]], sizes: Sequence[int]) -> 
     return [
         Tie(names[key][0], tuple(names[key]), tuple(where))
         for key, where in stages.items()
-        if len(where) > 1
+        if len(names[key]) > 1
     ]
 
 
