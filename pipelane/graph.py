@@ -149,7 +149,8 @@ def chain_graph(profile: Profile) -> networkx.DiGraph:
     """The layers as nodes 0, 1, ... and the tensors between them as edges.
 
     Nodes have ``name``, ``forward``, ``backward``, ``input_grad`` and ``weight_grad`` (seconds),
-    ``parameter_bytes``, ``static_bytes`` and ``activation_bytes``; edges have ``bytes``.
+    ``parameter_bytes``, ``static_bytes`` and ``activation_bytes``; edges have ``bytes``. Values
+    that skip layers are further tensors.
     """
     import networkx
 
@@ -172,6 +173,17 @@ def chain_graph(profile: Profile) -> networkx.DiGraph:
         )
         if index:
             graph.add_edge(index - 1, index, bytes=profile.layers[index - 1].output_bytes)
+    if profile.skips:
+        # What goes past layers is a tensor of its own, beside that of the same layer's output.
+        chain = [
+            Tensor(source, (target,), data["bytes"])
+            for source, target, data in graph.edges(data=True)
+        ]
+        past = [
+            Tensor(one.source, (one.target,), one.bytes, name=one.name) for one in profile.skips
+        ]
+        graph.graph["tensors"] = (*chain, *past)
+        graph.add_edges_from((one.source, one.target) for one in profile.skips)
     return graph
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,8 +17,9 @@ from pipelane.errors import PartitionError, ScheduleError
 from pipelane.layers import layers_of
 from pipelane.memory import peak_bytes, stage_peaks
 from pipelane.partition import Partition, partition, validate_sizes
-from pipelane.profile import LayerProfile, Profile
+from pipelane.profile import Profile
 from pipelane.profile import profile as measure
+from pipelane.program import lower
 from pipelane.schedule import Schedule
 from pipelane.simulate import simulate
 from pipelane.timeline import Timeline
@@ -47,19 +49,40 @@ class Plan:
     memory_bytes: tuple[int, ...]
 
 
-def stage_costs(profile: Profile, sizes: Sequence[int], link: Link | None = None) -> Costs:
+def stage_costs(
+    profile: Profile,
+    sizes: Sequence[int],
+    link: Link | None = None,
+    recompute: frozenset[str] | str = frozenset(),
+) -> Costs:
     """Add up the layers of each stage, for one micro-batch of the profile's size.
 
     Args:
         profile: seconds and bytes per layer.
         sizes: layers per stage.
         link: connection between ranks; free if not given.
+        recompute: names of layers that run their forward again in the backward, or "full": every
+            stage does, from its input.
 
     Raises:
         PartitionError: the sizes do not fit the profile.
     """
     validate_sizes(sizes, len(profile.layers), len(sizes))
-    parts = _parts(profile, sizes)
+    layers = recomputed(profile, recompute).layers
+    ends = [0, *accumulate(sizes)]
+    parts = [layers[begin:end] for begin, end in pairwise(ends)]
+    home = [stage for stage, size in enumerate(sizes) for _ in range(size)]
+    boundary = [float(part[-1].output_bytes) for part in parts[:-1]]
+    skips: dict[tuple[int, int], float] = {}
+    incoming = [float(profile.input_bytes), *boundary]
+    for skip in profile.skips:
+        a, b = home[skip.source], home[skip.target]
+        if a + 1 == b:
+            boundary[a] += skip.bytes
+        elif a != b:
+            skips[a, b] = skips.get((a, b), 0.0) + skip.bytes
+        if a != b:
+            incoming[b] += skip.bytes
 
     def total(key: str) -> tuple[float, ...]:
         return tuple(float(sum(getattr(layer, key) for layer in part)) for part in parts)
@@ -69,16 +92,42 @@ def stage_costs(profile: Profile, sizes: Sequence[int], link: Link | None = None
         input_grad=total("input_grad_seconds"),
         weight_grad=total("weight_grad_seconds"),
         whole_backward=total("backward_seconds"),
-        boundary_bytes=tuple(float(part[-1].output_bytes) for part in parts[:-1]),
-        activation_bytes=total("activation_bytes"),
+        boundary_bytes=tuple(boundary),
+        activation_bytes=tuple(incoming) if recompute == "full" else total("activation_bytes"),
         weight_grad_bytes=total("weight_grad_bytes"),
         link=link or Link(),
+        skip_bytes=tuple(sorted(skips.items())),
     )
+
+
+def recomputed(profile: Profile, recompute: frozenset[str] | str) -> Profile:
+    """The profile of layers of which some keep their input only, and run forward twice.
+
+    Args:
+        profile: as measured.
+        recompute: names of these layers; "full" for all.
+    """
+    layers = []
+    size = profile.input_bytes
+    for index, layer in enumerate(profile.layers):
+        into = size + sum(skip.bytes for skip in profile.skips if skip.target == index)
+        size = layer.output_bytes
+        if recompute == "full" or layer.name in recompute:
+            again = layer.forward_seconds
+            layer = replace(
+                layer,
+                backward_seconds=layer.backward_seconds + again,
+                input_grad_seconds=layer.input_grad_seconds + again,
+                activation_bytes=into,
+                temporary_bytes=max(layer.temporary_bytes, layer.activation_bytes),
+            )
+        layers.append(layer)
+    return replace(profile, layers=tuple(layers))
 
 
 def plan(
     model: nn.Module,
-    example: torch.Tensor,
+    example: Any,
     ranks: int,
     *,
     microbatches: int,
@@ -95,7 +144,7 @@ def plan(
 
     Args:
         model: an ``nn.Sequential``.
-        example: a typical micro-batch.
+        example: a typical micro-batch, see :func:`pipelane.profile`.
         ranks: p.
         microbatches: m.
         schedule: a name, a schedule, or a function that makes one; a function that takes ``costs``
@@ -106,6 +155,8 @@ def plan(
         time_limit: seconds for balancing, see :func:`pipelane.partition.partition`.
         profile: an earlier profile of the model, instead of a new one.
         device: where to measure; the example's device if not given.
+        recompute: as for :func:`stage_costs`. Balancing within ``memory`` takes it that each layer
+            keeps its input, also with "full".
 
     Raises:
         ModelError, ProfileError, ScheduleError: see there.
@@ -124,7 +175,7 @@ def plan(
         _check_profile(profile, model)
     shape = schedule.shape
     split = partition(
-        profile,
+        recomputed(profile, recompute),
         shape.stages,
         link=link,
         memory=memory,
@@ -133,22 +184,15 @@ def plan(
         microbatches=shape.microbatches,
         time_limit=time_limit,
     )
-    costs = stage_costs(profile, split.sizes, link)
+    costs = stage_costs(profile, split.sizes, link, recompute)
     if generator is not None and takes(generator, "costs", "memory"):
         schedule = _made_for(generator, schedule, profile, split, costs, memory)
-    needed = _memory_bytes(profile, split.sizes, schedule, costs)
+    needed = _memory_bytes(profile, split.sizes, schedule, costs, recompute)
     if memory is not None:
         _check_memory(needed, memory, split, schedule)
-    return Plan(profile, split, schedule, costs, simulate(schedule, costs), needed)
-
-
-def _parts(profile: Profile, sizes: Sequence[int]) -> list[tuple[LayerProfile, ...]]:
-    parts = []
-    begin = 0
-    for size in sizes:
-        parts.append(profile.layers[begin : begin + size])
-        begin += size
-    return parts
+    skips = tuple(edge for edge, _ in costs.skip_bytes)
+    timeline = simulate(lower(schedule, skips), costs)
+    return Plan(profile, split, schedule, costs, timeline, needed)
 
 
 def _check_shape(schedule: Schedule, ranks: int, microbatches: int, chunks: int | None) -> None:
@@ -207,12 +251,32 @@ def _made_for(
 
 
 def _memory_bytes(
-    profile: Profile, sizes: Sequence[int], schedule: Schedule, costs: Costs
+    profile: Profile,
+    sizes: Sequence[int],
+    schedule: Schedule,
+    costs: Costs,
+    recompute: frozenset[str] | str,
 ) -> tuple[int, ...]:
-    """Bytes per rank: its static bytes, and its activations at the schedule's own peak."""
+    """Bytes per rank: its static bytes, and its activations at the schedule's own peak.
+
+    What is recomputed is there once, while its backward runs.
+    """
     static = _static_bytes(profile, sizes, schedule)
     peaks = peak_bytes(schedule, costs)
-    return tuple(one + round(peak) for one, peak in zip(static, peaks, strict=True))
+    ends = [0, *accumulate(sizes)]
+    again = [0.0] * len(static)
+    for stage, rank in enumerate(schedule.placement):
+        part = profile.layers[ends[stage] : ends[stage + 1]]
+        if recompute == "full":
+            one = sum(layer.activation_bytes for layer in part)
+        else:
+            one = max(
+                (layer.activation_bytes for layer in part if layer.name in recompute), default=0
+            )
+        again[rank] = max(again[rank], one)
+    return tuple(
+        one + round(peak + more) for one, peak, more in zip(static, peaks, again, strict=True)
+    )
 
 
 def _static_bytes(profile: Profile, sizes: Sequence[int], schedule: Schedule) -> list[int]:

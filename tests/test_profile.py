@@ -254,9 +254,9 @@ def test_progress_and_json() -> None:
     ("layers", "example", "words"),
     [
         ([nn.Linear(3, 4)], torch.randn(2, 5), ["'0'", "Linear", "[2, 5]"]),
-        ([nn.ReLU(), Pair()], torch.randn(2, 5), ["'1'", "Pair", "tuple"]),
+        ([Pair(), nn.ReLU()], torch.randn(2, 5), ["'1'", "ReLU", "tuple"]),
         ([nn.ReLU()], torch.randn(0, 5), ["[0, 5]"]),
-        ([nn.ReLU()], torch.tensor(1.0), ["[]"]),
+        ([nn.ReLU()], torch.tensor(1.0), ["without dimensions"]),
         ([nn.ReLU()], [1.0], ["list"]),
     ],
 )

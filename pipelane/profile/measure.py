@@ -8,18 +8,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median, quantiles
 from time import perf_counter
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pipelane.backward import edge_of, split_backward
-from pipelane.errors import ProfileError
+from pipelane.errors import InputError, ProfileError
 from pipelane.layers import layers_of
 from pipelane.profile.meters import LiveBytes, Roofline, flops_of, storage_of
 from pipelane.profile.optimizers import Optimizer, optimizer_name, state_bytes
-from pipelane.profile.types import LayerProfile, Profile, SharedParameter
+from pipelane.profile.types import LayerProfile, Profile, SharedParameter, Skip
+from pipelane.skips import carrying, routes, skips_of
+from pipelane.trees import Inputs, Rows, Structure, flatten, rebuild, split_rows
 
 __all__ = ["profile"]
 
@@ -34,7 +36,7 @@ Progress = Callable[[int, int, str], None]
 
 def profile(
     model: nn.Module,
-    example: torch.Tensor,
+    example: Any,
     *,
     repeats: int = 5,
     warmup: int = 2,
@@ -61,7 +63,8 @@ def profile(
 
     Args:
         model: a chain of layers; see :func:`pipelane.layers.layers_of`.
-        example: a typical micro-batch, rows first.
+        example: a typical micro-batch, rows first: a tensor, or a nesting of tensors and other
+            values; several arguments of the first layer as :class:`pipelane.Inputs`.
         repeats: least number of measurements per layer, of which the median is taken; at least 1.
             Layers of microseconds are measured more often.
         warmup: runs before them.
@@ -78,12 +81,14 @@ def profile(
 
     Raises:
         ModelError: the model is not a chain.
-        ProfileError: bad example, or a layer fails or does not return one tensor; names the layer.
+        ProfileError: bad example, or a layer fails; names the layer.
     """
     layers = layers_of(model)
-    _check_arguments(example, repeats, warmup, method)
+    ways = routes(layers)
+    batch = _check_arguments(example, repeats, warmup, method)
     name_of_optimizer = optimizer_name(optimizer)
-    place = torch.device(device) if device is not None else example.device
+    place = torch.device(device) if device is not None else batch.leaves[0].device
+    sizes: dict[str, int] = {}
     estimate = method == "estimate"
     measured: list[LayerProfile] = []
     # Ordinary tensors and a graph are needed even if the caller runs without gradients.
@@ -96,48 +101,59 @@ def profile(
         rates = (0.0, 0.0)
         if estimate:
             rates = _rates(place, peak_flops, memory_bandwidth)
-        elif place.type == "meta" or example.device.type == "meta":
+        elif place.type == "meta" or any(leaf.is_meta for leaf in batch.leaves):
             raise ProfileError(
                 'there is no data on "meta", so nothing can be measured; use method="estimate"'
             )
         # A clone is no inference tensor.
-        value = example.detach().clone().to("meta" if estimate else place)
+        where = "meta" if estimate else place
+        # As in a pipeline: the batch itself needs no gradient unless it says so.
+        value = _Value(
+            batch.structure,
+            [leaf.detach().clone().to(where) for leaf in batch.leaves],
+            [leaf.requires_grad for leaf in batch.leaves],
+        )
+        stashed: dict[str, _Value] = {}
         for index, (name, layer) in enumerate(layers):
             tell(index, len(layers), name)
-            # As in a pipeline: the batch itself needs no gradient unless it says so.
-            task = _Task(
-                name, layer, value, index > 0 or example.requires_grad, warmup, repeats, optimizer
-            )
-            found, value = _layer(task, rates if estimate else None)
+            pops = {route.name: stashed.pop(route.name) for route in ways if route.target == index}
+            task = _Task(name, layer, value, pops, warmup, repeats, optimizer)
+            found, value, kept = _layer(task, rates if estimate else None)
+            stashed.update(kept)
+            sizes.update({one: kept[one].bytes for one in kept})
             measured.append(found)
+    first = batch.leaves[batch.split.index(True)]
     return Profile(
         tuple(measured),
-        example.nbytes,
+        sum(leaf.nbytes for leaf in batch.leaves),
         str(place),
-        len(example),
+        batch.count,
         0 if estimate else repeats,
-        _dtype(example),
+        _dtype(first),
         name_of_optimizer,
         "estimated" if estimate else "measured",
         _shared(layers, optimizer),
+        tuple(Skip(way.name, way.source, way.target, sizes.get(way.name, 0)) for way in ways),
     )
 
 
-def _check_arguments(example: object, repeats: int, warmup: int, method: str) -> None:
+def _check_arguments(example: object, repeats: int, warmup: int, method: str) -> Rows:
+    """The example, with at least one row."""
     if repeats < 1 or warmup < 0:
         raise ProfileError(f"repeats must be >= 1 and warmup >= 0, got {repeats} and {warmup}")
     if method not in ("measure", "estimate"):
         raise ProfileError(f"method must be 'measure' or 'estimate', got {method!r}")
-    if not isinstance(example, torch.Tensor):
-        raise ProfileError(
-            f"the example is {type(example).__name__}; pass one tensor, rows first, as the first "
-            "layer takes it"
-        )
-    if example.dim() == 0 or example.numel() == 0:
-        raise ProfileError(
-            f"the example has shape {list(example.shape)}; pass a typical micro-batch with at "
-            "least one row"
-        )
+    try:
+        batch = split_rows(example, "the example")
+    except InputError as error:
+        raise ProfileError(f"{error} (got {type(example).__name__})") from None
+    for leaf, split in zip(batch.leaves, batch.split, strict=True):
+        if split and leaf.numel() == 0:
+            raise ProfileError(
+                f"the example has shape {list(leaf.shape)}; pass a typical micro-batch with at "
+                "least one row"
+            )
+    return batch
 
 
 def _shared(
@@ -164,13 +180,36 @@ def _shared(
 
 
 @dataclass(frozen=True)
+class _Value:
+    """What goes into a layer: tensors, what is around them, and which need a gradient."""
+
+    structure: Structure
+    leaves: list[torch.Tensor]
+    needs: list[bool]
+
+    @property
+    def bytes(self) -> int:
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+
+def _value_of(result: Any) -> _Value:
+    """A layer's result for the next layer.
+
+    Copied: a view or a parameter must not be handed on, for the next layer may overwrite it.
+    """
+    leaves, structure = flatten(result)
+    needs = [leaf.is_floating_point() or leaf.is_complex() for leaf in leaves]
+    return _Value(structure, [leaf.detach().clone() for leaf in leaves], needs)
+
+
+@dataclass(frozen=True)
 class _Task:
-    """A layer and what it is measured on."""
+    """A layer and what it is measured on: its input, and the skip values that it pops."""
 
     name: str
     layer: nn.Module
-    value: torch.Tensor
-    needs_gradient: bool
+    value: _Value
+    pops: dict[str, _Value]
     warmup: int
     repeats: int
     optimizer: Optimizer
@@ -179,14 +218,52 @@ class _Task:
     def where(self) -> str:
         return f"layer {self.name!r} ({type(self.layer).__name__})"
 
-    def input(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """A copy of the input that may be overwritten, and the leaf whose gradient is wanted."""
-        value = self.value
-        if self.needs_gradient and (value.is_floating_point() or value.is_complex()):
-            # Autograd lets no layer overwrite a leaf, so it is given a copy of one.
-            leaf = value.detach().requires_grad_()
-            return leaf.clone(), [leaf]
-        return value.clone(), []
+    @property
+    def device(self) -> torch.device:
+        """Where it is measured; a value without tensors is with the parameters."""
+        for one in (*self.value.leaves, *self.layer.parameters()):
+            return one.device
+        return torch.device("cpu")
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """All tensors that come in."""
+        return [leaf for one in (self.value, *self.pops.values()) for leaf in one.leaves]
+
+    def input(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Copies of the tensors that may be overwritten, and leaves whose gradients are wanted."""
+        given, leaves = [], []
+        for one in (self.value, *self.pops.values()):
+            for value, needs in zip(one.leaves, one.needs, strict=True):
+                if needs:
+                    # Autograd lets no layer overwrite a leaf, so it is given a copy of one.
+                    leaf = value.detach().requires_grad_()
+                    leaves.append(leaf)
+                    given.append(leaf.clone())
+                else:
+                    given.append(value.clone())
+        return given, leaves
+
+    def call(self, given: list[torch.Tensor]) -> tuple[Any, dict[str, Any]]:
+        """Run the layer: what it returns, and what it stashes. Empties ``given``."""
+        count = self.value.structure.count
+        value = rebuild(self.value.structure, given[:count])
+        values = {}
+        for name, one in self.pops.items():
+            values[name] = rebuild(one.structure, given[count : count + one.structure.count])
+            count += one.structure.count
+        given.clear()
+        stashes, pops = skips_of(self.layer)
+        with carrying(values) as scope:
+            scope.layer, scope.stashes, scope.pops = self.name, frozenset(stashes), frozenset(pops)
+            if isinstance(value, Inputs):
+                return self.layer(*value.args, **value.kwargs), values
+            return self.layer(value), values
+
+    def run(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the layer: the tensors that come out and need a gradient."""
+        result, stashed = self.call(given)
+        return [leaf for leaf in flatten((result, stashed))[0] if leaf.requires_grad]
 
 
 @dataclass(frozen=True)
@@ -201,8 +278,10 @@ class _Times:
     backward_spread: float = 0.0
 
 
-def _layer(task: _Task, rates: tuple[float, float] | None) -> tuple[LayerProfile, torch.Tensor]:
-    """The layer's profile, measured or (with rates) estimated, and its output for the next."""
+def _layer(
+    task: _Task, rates: tuple[float, float] | None
+) -> tuple[LayerProfile, _Value, dict[str, _Value]]:
+    """The layer's profile, measured or (with rates) estimated; its output, and what it stashed."""
     layer = task.layer
     parameters = list(layer.parameters())
     if any(is_lazy(p) for p in (*parameters, *layer.buffers())):
@@ -215,28 +294,30 @@ def _layer(task: _Task, rates: tuple[float, float] | None) -> tuple[LayerProfile
             found = _bytes(task)
             times = _estimated(task, *rates)
         else:
-            with _unchanged(layer, task.value.device):
+            with _unchanged(layer, task.device):
                 found = _bytes(task)
                 times = _timed(task)
     except ProfileError:
         raise
     except Exception as error:
         how = "cannot be estimated without data" if rates is not None else "failed"
+        inputs = ", ".join(f"{_dtype(one)} {list(one.shape)}" for one in task.inputs)
         raise ProfileError(
-            f"{task.where} {how} on an input of shape {list(task.value.shape)}, "
-            f"{_dtype(task.value)}, on {task.value.device}: {type(error).__name__}: {error}"
+            f"{task.where} {how} on an input of shape {inputs}, on {task.device}: "
+            f"{type(error).__name__}: {error}"
         ) from error
     output = found.output
-    return LayerProfile(
+    first = output.leaves[0] if output.leaves else torch.empty(0)
+    profiled = LayerProfile(
         name=task.name,
         kind=type(layer).__name__,
         forward_seconds=times.forward,
         backward_seconds=times.backward,
         parameter_bytes=sum(p.nbytes for p in parameters),
         activation_bytes=found.kept,
-        output_bytes=output.nbytes,
-        output_shape=tuple(output.shape),
-        output_dtype=_dtype(output),
+        output_bytes=output.bytes,
+        output_shape=tuple(first.shape),
+        output_dtype=_dtype(first),
         input_grad_seconds=times.input_grad,
         weight_grad_seconds=times.weight_grad,
         forward_spread=times.forward_spread,
@@ -246,14 +327,16 @@ def _layer(task: _Task, rates: tuple[float, float] | None) -> tuple[LayerProfile
         weight_grad_bytes=found.held,
         temporary_bytes=found.temporary,
         flops=found.flops,
-    ), output
+    )
+    return profiled, output, found.stashed
 
 
 @dataclass(frozen=True)
 class _Bytes:
     """What a run without a clock shows."""
 
-    output: torch.Tensor
+    output: _Value
+    stashed: dict[str, _Value]
     kept: int
     held: int
     temporary: int
@@ -261,15 +344,15 @@ class _Bytes:
 
 
 def _bytes(task: _Task) -> _Bytes:
-    output, kept = _saved(task)
+    output, stashed, kept = _saved(task)
     held, temporary = _live(task)
     given, _ = task.input()
-    flops = flops_of(lambda: task.layer(given))
-    return _Bytes(output, kept, held, temporary, flops)
+    flops = flops_of(lambda: task.call(given))
+    return _Bytes(output, stashed, kept, held, temporary, flops)
 
 
-def _saved(task: _Task) -> tuple[torch.Tensor, int]:
-    """The output, and the bytes that autograd saved for the backward.
+def _saved(task: _Task) -> tuple[_Value, dict[str, _Value], int]:
+    """The output, what was stashed, and the bytes that autograd saved for the backward.
 
     Each storage counts once: views and in-place results share one with their base. A separate run,
     because the hooks cost time.
@@ -286,46 +369,39 @@ def _saved(task: _Task) -> tuple[torch.Tensor, int]:
 
     given, _ = task.input()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = layer(given)
-    if not isinstance(output, torch.Tensor):
-        raise ProfileError(
-            f"{task.where} returned {type(output).__name__}; in this version each layer must "
-            "return exactly one tensor"
-        )
-    # Copied: a view or a parameter must not be handed to the next layer, which may overwrite it.
-    return output.detach().clone(), sum(size for size, _ in saved.values())
+        output, stashed = task.call(given)
+    kept = {name: _value_of(one) for name, one in stashed.items()}
+    return _value_of(output), kept, sum(size for size, _ in saved.values())
 
 
 def _live(task: _Task) -> tuple[int, int]:
     """Bytes held from I to W, and most temporary bytes of forward and whole backward."""
     layer = task.layer
     # The input itself is the output of the layer before; its copy here stands for it.
-    own = (*layer.parameters(), *layer.buffers(), task.value)
+    own = (*layer.parameters(), *layer.buffers(), *task.inputs)
     _clear(layer)
     with LiveBytes(own) as live:
         given, leaves = task.input()
-        output = layer(given)
-        del given
+        outputs = task.run(given)
         temporary = live.peak - live.now()
-        if not output.requires_grad:
+        if not outputs:
             return 0, temporary
-        edge, gradient = edge_of(output), torch.ones_like(output)
-        del output
-        inputs, rest = split_backward([edge], [gradient], leaves)
-        del inputs, leaves, gradient, edge
+        edges, gradients = list(map(edge_of, outputs)), list(map(torch.ones_like, outputs))
+        del outputs
+        inputs, rest = split_backward(edges, gradients, leaves)
+        del inputs, leaves, gradients, edges
         held = live.now()
         rest.run()
         del rest
     _clear(layer)
     with LiveBytes(own) as live:
         given, leaves = task.input()
-        output = layer(given)
-        del given
-        gradient = torch.ones_like(output)
+        outputs = task.run(given)
+        gradients = list(map(torch.ones_like, outputs))
         live.restart()
         before = live.now()
-        output.backward(gradient)
-        del output, gradient
+        torch.autograd.backward(outputs, gradients)
+        del outputs, gradients
         temporary = max(temporary, live.peak - max(before, live.now()))
         del leaves
     _clear(layer)
@@ -362,28 +438,28 @@ def _timed(task: _Task) -> _Times:
 
 def _run_whole(task: _Task) -> tuple[float, float]:
     """Seconds of forward and of backward, 0 if nothing needs a gradient."""
-    place = task.value.device
+    place = task.device
     given, _ = task.input()
     _synchronize(place)
     began = perf_counter()
-    output = task.layer(given)
+    outputs = task.run(given)
     _synchronize(place)
     forward = perf_counter() - began
-    if not output.requires_grad:
+    if not outputs:
         return forward, 0.0
-    gradient = torch.ones_like(output)
-    return forward, _seconds(place, lambda: torch.autograd.backward((output,), (gradient,)))
+    gradients = list(map(torch.ones_like, outputs))
+    return forward, _seconds(place, lambda: torch.autograd.backward(outputs, gradients))
 
 
 def _run_halves(task: _Task) -> tuple[float, float]:
     """Seconds of I and of W; 0 for what there is not."""
-    place = task.value.device
+    place = task.device
     given, leaves = task.input()
-    output = task.layer(given)
-    edge, gradient = edge_of(output), torch.ones_like(output)
-    del given, output
+    outputs = task.run(given)
+    edges, gradients = list(map(edge_of, outputs)), list(map(torch.ones_like, outputs))
+    del outputs
     rest: list[Callable[[], None]] = []
-    first = _seconds(place, lambda: rest.append(split_backward([edge], [gradient], leaves)[1].run))
+    first = _seconds(place, lambda: rest.append(split_backward(edges, gradients, leaves)[1].run))
     second = _seconds(place, rest[0])
     trains = any(p.requires_grad for p in task.layer.parameters())
     return first if leaves else 0.0, second if trains else 0.0
@@ -430,21 +506,21 @@ def _estimated(task: _Task, flops: float, bandwidth: float) -> _Times:
     _clear(task.layer)
     given, leaves = task.input()
     outputs: list[torch.Tensor] = []
-    forward = roof(lambda: outputs.append(task.layer(given)))
-    output = outputs[0]
-    if not output.requires_grad:
+    forward = roof(lambda: outputs.extend(task.run(given)))
+    if not outputs:
         return _Times(forward, 0.0, 0.0, 0.0)
-    gradient = torch.ones_like(output)
+    gradients = list(map(torch.ones_like, outputs))
     halves: list[Callable[[], None]] = []
 
     def first_half() -> None:
-        halves.append(split_backward([output], [gradient], leaves)[1].run)
+        halves.append(split_backward(outputs, gradients, leaves)[1].run)
 
     input_grad = roof(first_half)
     weight_grad = roof(halves[0])
     _clear(task.layer)
-    again = task.layer(task.input()[0])
-    return _Times(forward, roof(lambda: again.backward(gradient)), input_grad, weight_grad)
+    again = task.run(task.input()[0])
+    whole = roof(lambda: torch.autograd.backward(again, gradients))
+    return _Times(forward, whole, input_grad, weight_grad)
 
 
 def _rates(

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pipelane.errors import ConfigError
 from pipelane.files import read_text, write_text
 
-__all__ = ["LayerProfile", "Profile", "SharedParameter"]
+__all__ = ["LayerProfile", "Profile", "SharedParameter", "Skip"]
 
 #: 1: the whole backward only. 2: I and W apart, gradients and optimizer state, shared parameters.
 SCHEMA = 2
@@ -117,6 +117,22 @@ class SharedParameter:
 
 
 @dataclass(frozen=True)
+class Skip:
+    """A value that goes past layers; see :func:`pipelane.skippable`.
+
+    Attributes:
+        name: of the value.
+        source, target: indices of the layers that stash and pop it.
+        bytes: of its tensors.
+    """
+
+    name: str
+    source: int
+    target: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Profile:
     """All layers of a chain, in order.
 
@@ -130,6 +146,7 @@ class Profile:
         optimizer: whose state ``optimizer_bytes`` counts.
         method: "measured", or "estimated" from operations and bytes.
         shared: parameters that several layers have.
+        skips: values that go past layers.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -141,6 +158,7 @@ class Profile:
     optimizer: str = "adam"
     method: Literal["measured", "estimated"] = "measured"
     shared: tuple[SharedParameter, ...] = ()
+    skips: tuple[Skip, ...] = ()
 
     def to_json(self) -> str:
         """A JSON object with a schema number; the reverse of :meth:`from_json`."""
@@ -181,6 +199,9 @@ class Profile:
                 method="estimated" if data.get("method") == "estimated" else "measured",
                 shared=tuple(
                     _shared_from(prefix, entry, len(layers)) for entry in data.get("shared", ())
+                ),
+                skips=tuple(
+                    _skip_from(prefix, entry, len(layers)) for entry in data.get("skips", ())
                 ),
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -229,6 +250,18 @@ def _layer_from(prefix: str, number: int, entry: Mapping[str, Any]) -> LayerProf
                 f"{value!r}"
             )
     return LayerProfile(**values)
+
+
+def _skip_from(prefix: str, entry: Mapping[str, Any], layers: int) -> Skip:
+    found = Skip(
+        str(entry["name"]), int(entry["source"]), int(entry["target"]), int(entry["bytes"])
+    )
+    if not 0 <= found.source < found.target < layers or found.bytes < 0:
+        raise ConfigError(
+            f"{prefix}skip {found.name!r}: from layer {found.source} to layer {found.target} of "
+            f"{layers}, {found.bytes} bytes"
+        )
+    return found
 
 
 def _shared_from(prefix: str, entry: Mapping[str, Any], layers: int) -> SharedParameter:
