@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.amp import GradScaler as TorchGradScaler
 
-if TYPE_CHECKING:
-    from pipelane.pipeline import Pipeline
-
 __all__ = ["GradScaler"]
+
+
+class _Pipeline(Protocol):
+    """What is needed of a pipeline here; runtime does not know the class itself."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def gather(self, value: Any) -> list[Any]: ...
 
 
 class GradScaler(TorchGradScaler):
@@ -32,7 +38,7 @@ class GradScaler(TorchGradScaler):
         options: as for ``torch.amp.GradScaler``: ``init_scale``, ``growth_interval`` ...
     """
 
-    def __init__(self, pipe: Pipeline, **options: Any) -> None:
+    def __init__(self, pipe: _Pipeline, **options: Any) -> None:
         super().__init__(pipe.device.type, **options)
         self._pipe = pipe
         # The scale is made at its first use; every rank has one, also those without a loss.
