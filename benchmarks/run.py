@@ -1,6 +1,7 @@
 """pipelane against torch.distributed.pipelining and a hand-written loop.
 
-    python -m benchmarks.run [sleep-20 sleep-5 tiny transformer] [--rounds N] [--json FILE]
+    python -m benchmarks.run [sleep-20 sleep-5 tiny mlp transformer large]
+                             [--rounds N] [--json FILE]
 
 All contenders live in the same processes and take turns, step about step. A step's time is from
 the first rank's start to the last rank's end, after a barrier. Medians are reported.
@@ -66,6 +67,13 @@ CASES = {
         sleeping(4, 16, 0.005, 0.010, 15),
         Case("tiny", "tiny layers: one Linear(8, 8) per stage", 4, 64,
              lambda: nn.Linear(8, 8), (8,), 64, 31),
+        Case("mlp", "4 x (Linear(256, 256), ReLU) per stage", 4, 16,
+             lambda: nn.Sequential(*[part for _ in range(4)
+                                     for part in (nn.Linear(256, 256), nn.ReLU())]),
+             (256,), 256, 21),
+        # 1024 x 1024 floats per micro-batch.
+        Case("large", "sleep layers, 5 ms forward, 10 ms backward, 4 MiB per boundary", 4, 16,
+             lambda: SleepLayer(1024, 0.005, 0.010), (1024,), 16 * 1024, 7, 19 * 0.015),
         Case("transformer", "2 transformer blocks of width 128 per stage, 64 tokens", 2, 8,
              lambda: nn.Sequential(Block(128, 4), Block(128, 4)), (64, 128), 16, 15),
     ]

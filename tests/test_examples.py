@@ -44,3 +44,10 @@ def test_characters() -> None:
     assert later < first - 1
     assert "1f1b, measured  p=3 m=4" in output
     assert "A sample: 'The " in output
+
+
+def test_language() -> None:
+    output = run(str(EXAMPLES / "language.py"))
+    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", output)]
+    assert len(losses) == 5
+    assert losses[-1] < 0.75 * losses[0]
