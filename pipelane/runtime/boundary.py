@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -57,15 +58,23 @@ class Spec(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
-class Boundary(NamedTuple):
-    """All that a receiver must know of a message before it comes."""
+@dataclass(frozen=True)
+class Boundary:
+    """All that a receiver must know of a message before it comes.
+
+    Attributes:
+        structure: what is around the tensors.
+        specs: the tensors.
+        grads: per tensor, whether its gradient goes back.
+    """
 
     structure: Structure
     specs: tuple[Spec, ...]
+    grads: tuple[bool, ...] = field(init=False, compare=False)
 
-    @property
-    def grads(self) -> tuple[bool, ...]:
-        return tuple(spec.grad for spec in self.specs)
+    def __post_init__(self) -> None:
+        # Read for every message, so it is not a property.
+        object.__setattr__(self, "grads", tuple(spec.grad for spec in self.specs))
 
     def __str__(self) -> str:
         if len(self.specs) == 1 and self.structure.kind == "leaf":
@@ -102,7 +111,7 @@ def differs(message: Message, known: Boundary, device: torch.device) -> str | No
 
     A tensor that needs no gradient any more is no difference: what comes back is dropped.
     """
-    structure, specs = known
+    structure, specs = known.structure, known.specs
     if message.structure is not structure and message.structure != structure:
         return f"{message.structure}, but {structure}"
     for index, leaf in enumerate(message.leaves):
