@@ -435,11 +435,12 @@ class StageModule:
         """
         records, self._records[i] = self._records[i], None
         assert records is not None
-        for record in reversed(records):
-            edges, given = self._roots(record, gradients)
+        while records:
+            # Nothing of a segment outlives its backward, nor do gradients inside of the stage.
+            edges, given = self._roots(records.pop(), gradients)
             if edges:
                 backward_from(edges, given)
-            record.inputs = []
+            del edges, given
         return self._input_gradients(i)
 
     def input_grad(self, i: int, gradients: Sequence[Sequence[Tensor | None]]) -> list[list[Any]]:
@@ -447,10 +448,11 @@ class StageModule:
         records, self._records[i] = self._records[i], None
         assert records is not None
         rests = []
-        for record in reversed(records):
+        while records:
+            record = records.pop()
             edges, given = self._roots(record, gradients)
             inputs = [leaf for leaf in record.inputs if leaf.requires_grad]
-            record.inputs = []
+            del record
             if not edges:
                 continue
             found, rest = split_backward(edges, given, inputs)
