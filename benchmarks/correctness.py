@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +19,10 @@ import torch
 from torch import nn
 
 import pipelane
+from benchmarks.neighbours import equal_layers
 from benchmarks.zoo import ZOO
 
+MICROBATCHES, ROWS = 6, 14
 #: Schedule, chunks.
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("zbv", 2)]
 #: More ways to run one model: name -> (model, options of Pipeline).
@@ -51,50 +54,63 @@ class Difference(NamedTuple):
         return max(self.loss, self.gradient, self.weight)
 
 
-def train(
-    variant: str, schedule: str, chunks: int, steps: int, microbatches: int, rows: int
-) -> Difference:
-    """Train on this rank's part of a pipeline, and whole in this process."""
+def train(variant: str, schedules: Sequence[tuple[str, int]], steps: int) -> dict[str, Difference]:
+    """Train on this rank's parts of a pipeline per schedule, and once whole in this process."""
     name, options = VARIANTS[variant]
     model = ZOO[name]
     torch.manual_seed(0)
-    whole = model.build()
-    alone = copy.deepcopy(whole)
-    stages = torch.distributed.get_world_size() * chunks
-    sizes = [len(whole) // stages + (s < len(whole) % stages) for s in range(stages)]
-    common = {"loss_fn": model.loss_fn, "microbatches": microbatches, "seed": 7, **model.options}
-    pipe = pipelane.Pipeline(
-        whole, schedule=schedule, chunks=chunks, partition=sizes, **common, **options
-    )
+    alone = model.build()
+    common = {
+        "loss_fn": model.loss_fn, "microbatches": MICROBATCHES, "seed": 7, **model.options
+    }  # fmt: skip
+    runs = []
+    for schedule, chunks in schedules:
+        stages = torch.distributed.get_world_size() * chunks
+        pipe = pipelane.Pipeline(
+            copy.deepcopy(alone),
+            schedule=schedule,
+            chunks=chunks,
+            partition=[b - a for a, b in equal_layers([1.0] * len(alone), stages)],
+            **common,
+            **options,
+        )
+        runs.append((schedule, pipe, torch.optim.SGD(pipe.parameters(), lr=0.05, momentum=0.9)))
     shared = {key: options[key] for key in ("autocast", "batch_norm") if key in options}
-    ours = torch.optim.SGD(pipe.parameters(), lr=0.05, momentum=0.9)
-    theirs = torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
     generator = torch.Generator().manual_seed(1)
     # The pipeline's names are the model's own. Tied weights appear there under every name.
     expected: dict[str, nn.Parameter] = dict(alone.named_parameters(remove_duplicate=False))
-    loss = gradient = weight = 0.0
-    losses = []
+    found = {schedule: Difference(0.0, 0.0, 0.0, []) for schedule, _ in schedules}
     for step in range(steps):
         # Rows differ from step to step, and do not divide evenly.
-        x, y = model.batch(rows + step % 3, generator)
-        ours.zero_grad()
-        theirs.zero_grad()
-        found = float(pipe.step(x, target=y))
+        x, y = model.batch(ROWS + step % 3, generator)
+        optimizer.zero_grad()
         wanted = float(pipelane.reference(alone, x, y, step=step, **common, **shared))
-        losses.append((found, wanted))
-        loss = max(loss, abs(found - wanted))
-        for key, parameter in pipe.named_parameters():
-            other = expected[key]
-            if (parameter.grad is None) != (other.grad is None):
-                raise AssertionError(f"{variant}, {schedule}: gradient of {key} is missing")
-            gradient = max(gradient, _apart(parameter.grad, other.grad))
-        ours.step()
-        theirs.step()
+        for schedule, pipe, ours in runs:
+            ours.zero_grad()
+            loss = float(pipe.step(x, target=y))
+            before = found[schedule]
+            gradient = before.gradient
+            for key, parameter in pipe.named_parameters():
+                other = expected[key]
+                if (parameter.grad is None) != (other.grad is None):
+                    raise AssertionError(f"{variant}, {schedule}: gradient of {key} is missing")
+                gradient = max(gradient, _apart(parameter.grad, other.grad))
+            found[schedule] = before._replace(
+                loss=max(before.loss, abs(loss - wanted)),
+                gradient=gradient,
+                losses=[*before.losses, (loss, wanted)],
+            )
+            ours.step()
+        optimizer.step()
     state = alone.state_dict()
-    for key, value in pipe.state_dict().items():
-        weight = max(weight, _apart(value, state[key]))
-    pipe.close()
-    return Difference(loss, gradient, weight, losses)
+    for schedule, pipe, _ in runs:
+        weight = max(
+            (_apart(value, state[key]) for key, value in pipe.state_dict().items()), default=0.0
+        )
+        found[schedule] = found[schedule]._replace(weight=weight)
+        pipe.close()
+    return found
 
 
 def _apart(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
@@ -111,18 +127,12 @@ def worst(found: list[Difference]) -> Difference:
     )
 
 
-def measure(
-    variant: str, schedule: str, chunks: int, p: int, steps: int = 3, m: int = 6, rows: int = 14
-) -> Difference:
-    return worst(pipelane.launch(train, p, variant, schedule, chunks, steps, m, rows))
-
-
-def every(variant_names: list[str], steps: int) -> dict[tuple[str, str], Difference]:
+def every(variants: Sequence[str], steps: int) -> dict[tuple[str, str], Difference]:
     """All of them, on the ranks this runs on; one launch for all."""
     return {
-        (variant, schedule): train(variant, schedule, chunks, steps, 6, 14)
-        for variant in variant_names
-        for schedule, chunks in SCHEDULES
+        (variant, schedule): difference
+        for variant in variants
+        for schedule, difference in train(variant, SCHEDULES, steps).items()
     }
 
 
@@ -148,7 +158,8 @@ def table(steps: int, ranks: tuple[int, ...]) -> str:
 
 
 def curve(variant: str, schedule: str, chunks: int, p: int, steps: int) -> str:
-    found = measure(variant, schedule, chunks, p, steps)
+    ranks = pipelane.launch(train, p, variant, [(schedule, chunks)], steps)
+    found = worst([one[schedule] for one in ranks])
     lines = [f"| step | {schedule}, p={p} | one process |", "|---:|---:|---:|"]
     marks = sorted({0, 9, 99, *range(steps // 5 - 1, steps, max(1, steps // 5)), steps - 1})
     for step in (mark for mark in marks if 0 <= mark < steps):

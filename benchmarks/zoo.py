@@ -6,7 +6,6 @@ passes from layer to layer, what is shared, what draws, what keeps running stati
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -324,10 +323,6 @@ def pictures(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return x, torch.randint(3, (rows, 16, 16), generator=generator)
 
 
-def pixels(output: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(output, target) / math.log(3)
-
-
 LANGUAGE = {"loss_weight": counted}
 
 ZOO = {
@@ -345,6 +340,6 @@ ZOO = {
         Model("experts", "mixture of experts, auxiliary loss", mixture, tokens, balanced,
               LANGUAGE),
         Model("resnet", "ResNet-18 with BatchNorm", resnet, images, F.cross_entropy),
-        Model("unet", "U-Net with long skips", unet, pictures, pixels),
+        Model("unet", "U-Net with long skips", unet, pictures, F.cross_entropy),
     ]
 }  # fmt: skip
