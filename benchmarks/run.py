@@ -1,10 +1,11 @@
-"""pipelane against torch.distributed.pipelining and a hand-written loop.
+"""pipelane against torch.distributed.pipelining, a hand-written loop and, if installed, DeepSpeed.
 
     python -m benchmarks.run [sleep-20 sleep-5 tiny mlp transformer large]
                              [--rounds N] [--json FILE]
 
 All contenders live in the same processes and take turns, step about step. A step's time is from
 the first rank's start to the last rank's end, after a barrier. Medians are reported.
+DeepSpeed: ``DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed``.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch.nn.functional import mse_loss
 
 import pipelane
 from benchmarks.by_hand import HandWritten1F1B
+from benchmarks.deepspeed_engine import deepspeed_step, installed
 from benchmarks.layers import Block, SleepLayer
 from benchmarks.turns import clearing, take_turns
 
@@ -115,6 +117,9 @@ def contenders(case: Case) -> dict[str, Callable[[], Any]]:
     shape = (case.rows // m, *case.row)
     by_hand = HandWritten1F1B(part, m, mse_loss, shape, dist.new_group())
     steps["by hand 1f1b"] = clearing(list(part.parameters()), lambda: by_hand.step(x, y))
+    if installed():
+        step = deepspeed_step(copy.deepcopy(model), m, mse_loss, x, y)
+        steps["deepspeed 1f1b"] = clearing([], step)
     return steps
 
 
@@ -135,7 +140,9 @@ def report(case: Case, seconds: dict[str, list[float]], console: Console) -> dic
         title_justify="left",
     )
     table.add_column("median of steps", no_wrap=True)
-    for column in ("ms", "us/action", "/ torch", "/ by hand", "/ ideal"):
+    columns = ["ms", "us/action", "/ torch", "/ by hand", "/ ideal"]
+    rival = "deepspeed 1f1b" in medians
+    for column in [*columns, "/ deepspeed"] if rival else columns:
         table.add_column(column, justify="right", no_wrap=True)
     rows: dict[str, Any] = {}
     for label, median in medians.items():
@@ -145,6 +152,8 @@ def report(case: Case, seconds: dict[str, list[float]], console: Console) -> dic
             "to_by_hand": median / medians["by hand 1f1b"],
             "to_ideal": median / case.ideal if case.ideal else None,
         }
+        if rival:
+            ratios["to_deepspeed"] = median / medians["deepspeed 1f1b"]
         table.add_row(
             label,
             f"{median * 1e3:.2f}",
@@ -153,6 +162,8 @@ def report(case: Case, seconds: dict[str, list[float]], console: Console) -> dic
         )
         rows[label] = {"median_seconds": median, "steps": seconds[label], **ratios}
     console.print(table)
+    if not rival:
+        console.print("DeepSpeed is not installed, so it was not measured.")
     console.print()
     return {
         "case": case.name, "about": case.about, "ranks": case.ranks,
