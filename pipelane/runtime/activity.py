@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Activity", "Label", "Peek"]
+__all__ = ["Activity", "Label", "Peek", "Silent", "label_of"]
 
 _SLOTS = 4
 _TABLE, _INDEX, _CALL, _STEP = range(_SLOTS)
@@ -71,6 +71,19 @@ class Activity:
         if self.path:
             os.unlink(self.path)
             self.path = ""
+
+
+class Silent:
+    """Of a process that is alone: nobody reads it."""
+
+    def __init__(self) -> None:
+        self.marks = [IDLE, 0, 0, 0]
+
+    def begin(self, table: int, step: int = -1) -> None:
+        """Nothing to tell."""
+
+    def end(self) -> None:
+        """Nothing to tell."""
 
 
 class Peek:

@@ -23,20 +23,21 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch.distributed as dist
-
 from pipelane.errors import ConfigError, PipelineFailure
 from pipelane.runtime.activity import Activity, Label, Peek, label_of
 from pipelane.runtime.story import EVERY, State, Story, first, older, report, tell, verdict
 
-__all__ = ["Watch", "farewell", "job_folder"]
+__all__ = ["STRIDE", "Watch", "farewell", "job_folder"]
+
+#: Tables of activities are numbered: pipeline x STRIDE + table.
+STRIDE = 4096
 
 #: Seconds between two signs of life; less for a short timeout.
 BEAT = 0.5
@@ -46,9 +47,12 @@ NEWS, SETTLE = 3.0, 1.0
 WAKE, LEAVE = 1.5, 2.5
 #: A first instruction of its kind may compile: it may take so many times the timeout.
 COLD = 10.0
+#: Seconds to tell the others goodbye.
+FAREWELL = 2.0
 _PORTION = 1 << 16
 
 _watches: dict[tuple[int, ...], Watch] = {}
+
 
 class _Peer:
     """The connection to another rank."""
@@ -58,6 +62,7 @@ class _Peer:
         self.connection = connection
         self.inbound, self.outbound = b"", bytearray()
         self.lost = False
+
 
 class Watch:
     """Watches the ranks of one set of processes, for all pipelines that they build together.
@@ -259,7 +264,7 @@ class Watch:
             self._outbox.append({"kind": "bye", "call": self.activity.now()[2]})
             self._left = True
         self._wake_up()
-        self._thread.join(SLACK_AT_END)
+        self._thread.join(FAREWELL)
         self._restore()
         if self._job is not None:
             self._job.unlink(missing_ok=True)
@@ -452,13 +457,13 @@ class Watch:
                 self._news.notify_all()
                 return
             text = self._last_words(rank, self._peeks.get(rank))
-            self._doing.setdefault(rank, text)
+            where = text.removesuffix(" (its end)")
             story = Story(
                 time.time(),
                 rank,
                 f"rank {rank} ({self._hosts[rank]}) is gone: it was killed, perhaps by the system "
-                f"for lack of memory, or its host was lost; it was in {text.removesuffix(' (its end)')}",
-                text.removesuffix(" (its end)"),
+                f"for lack of memory, or its host was lost; it was in {where}",
+                where,
             )
             self._take(story)
             self._doing[rank] = text
@@ -511,7 +516,7 @@ class Watch:
                 self._broken.add(number)
                 ranks.break_connections()
         table = self.activity.now()[0]
-        inside = table >= 0 and any(story.about(table // 64) for story in stories)
+        inside = table >= 0 and any(story.about(table // STRIDE) for story in stories)
         everywhere = any(story.pipeline == EVERY for story in stories)
         late = time.monotonic() - since
         if self._surfaced or not (inside or everywhere) or late < WAKE:
@@ -521,7 +526,7 @@ class Watch:
             if signal.getsignal(signal.SIGUSR2) == self._on_wake:
                 os.kill(os.getpid(), signal.SIGUSR2)
         elif late > WAKE + LEAVE and inside:
-            print(self.settle(max(table, 0) // 64, None), file=sys.stderr)
+            print(self.settle(max(table, 0) // STRIDE, None), file=sys.stderr)
             print(f"rank {self.rank} does not come back from its work; ending it", file=sys.stderr)
             faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
             if self._job is not None:
@@ -560,7 +565,7 @@ class Watch:
     def _on_wake(self, number: int, frame: FrameType | None) -> None:
         if self._stories and not self._surfaced:
             table = max(self.activity.now()[0], 0)
-            raise PipelineFailure(self.settle(table // 64, None))
+            raise PipelineFailure(self.settle(table // STRIDE, None))
 
     def _on_term(self, number: int, frame: FrameType | None) -> None:
         # A launcher ends all when one is gone, perhaps before we know: then that is the story.
@@ -613,26 +618,33 @@ class Watch:
             return None  # no place to write to: then only the signal asks
         return card
 
+
 SLACK_AT_END = 2.0
+
 
 def job_folder() -> Path:
     """Where running ranks of this user leave word of how to ask them."""
     return Path(tempfile.gettempdir()) / f"pipelane-{os.getuid()}"
+
 
 def farewell(error: BaseException | None) -> None:
     """This process ends; tell all others, once."""
     for watch in list(_watches.values()):
         watch.leave(error)
 
+
 @atexit.register
 def _at_exit() -> None:
     farewell(getattr(sys, "last_value", None))
 
+
 def _is_exit(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
+
 def _since(age: float) -> str:
     return f", since {age:.1f} s" if age >= 0.05 else ""
+
 
 def _machine() -> str:
     try:
@@ -640,6 +652,7 @@ def _machine() -> str:
     except OSError:
         boot = ""
     return f"{socket.gethostname()} {boot}"
+
 
 def _addresses() -> list[str]:
     """Where others may reach this host, best first."""
@@ -655,6 +668,7 @@ def _addresses() -> list[str]:
     found.append("127.0.0.1")
     return found
 
+
 def _connect(card: dict[str, Any], me: int, timeout: float, rank: int) -> socket.socket:
     problem: Exception | None = None
     for address in card["addresses"]:
@@ -663,12 +677,13 @@ def _connect(card: dict[str, Any], me: int, timeout: float, rank: int) -> socket
             hello = json.dumps({"rank": me, "token": card["token"]}) + "\n"
             connection.sendall(hello.encode())
             return connection
-        except OSError as error:
+        except OSError as error:  # noqa: PERF203 - the next address may do
             problem = error
     raise ConfigError(
         f"rank {me} cannot reach rank {rank} ({card['host']}) at {', '.join(card['addresses'])}, "
         f"port {card['port']}: {problem}; ranks need a free path to each other's ports"
     )
+
 
 def _line(connection: socket.socket, timeout: float) -> dict[str, Any]:
     """The first line that comes, as JSON; {} if it is none."""
@@ -684,6 +699,7 @@ def _line(connection: socket.socket, timeout: float) -> dict[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
 
 def _debugged() -> bool:
     """Whether somebody looks at this process with a debugger."""
@@ -703,5 +719,3 @@ def _debugged() -> bool:
             return any(line.startswith("TracerPid:") and line.split()[1] != "0" for line in file)
     except OSError:
         return False
-
-_Handler = Callable[[int, FrameType | None], None]
