@@ -10,13 +10,16 @@ import mmap
 import os
 import tempfile
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 __all__ = ["Activity", "Label", "Peek", "Silent", "label_of"]
 
 _SLOTS = 4
 _TABLE, _INDEX, _CALL, _STEP = range(_SLOTS)
 IDLE = -1
+
+Mark: TypeAlias = tuple[int, int, int, int]
+"""Table, index, number of calls begun, step."""
 
 
 class Label(NamedTuple):
@@ -38,7 +41,7 @@ class Activity:
 
     Attributes:
         marks: what to write to: ``marks[1] = index`` is the current entry of the current table.
-        path: the file that other processes of this host may map; None once they have.
+        path: the file that other processes of this host may map; empty once they have.
     """
 
     def __init__(self) -> None:
@@ -61,10 +64,8 @@ class Activity:
     def end(self) -> None:
         self.marks[_TABLE] = IDLE
 
-    def now(self) -> tuple[int, int, int, int]:
-        """Table, index, number of calls begun, step."""
-        table, index, call, step = self.marks[:_SLOTS].tolist()
-        return table, index, call, step
+    def now(self) -> Mark:
+        return _read(self.marks)
 
     def unlink(self) -> None:
         """Take the name away; who has mapped it goes on reading."""
@@ -94,14 +95,16 @@ class Peek:
             self._memory = mmap.mmap(file.fileno(), mmap.PAGESIZE, access=mmap.ACCESS_READ)
         self._marks = memoryview(self._memory).cast("q")
 
-    def now(self) -> tuple[int, int, int, int]:
-        table, index, call, step = self._marks[:_SLOTS].tolist()
-        return table, index, call, step
+    def now(self) -> Mark:
+        return _read(self._marks)
 
 
-def label_of(
-    tables: dict[int, Sequence[Label]], mark: tuple[int, int, int, int]
-) -> tuple[Label, str]:
+def _read(marks: memoryview[int]) -> Mark:
+    table, index, call, step = marks[:_SLOTS].tolist()
+    return table, index, call, step
+
+
+def label_of(tables: dict[int, Sequence[Label]], mark: Mark) -> tuple[Label, str]:
     """The entry that a mark means, and the text with its step."""
     table, index, _, step = mark
     if table == IDLE:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-__all__ = ["SLACK", "State", "Story", "chain", "first", "report", "tell", "verdict"]
+__all__ = ["SLACK", "State", "Story", "chain", "first", "older", "report", "tell", "verdict"]
 
 #: Seconds that others leave a rank to report itself, with its own stack, before they report it.
 SLACK = 2.0

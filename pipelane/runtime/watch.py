@@ -218,8 +218,7 @@ class Watch:
         with self._news:
             if self._left:
                 return
-            self._take(story)
-            self._outbox.append({"kind": "story", "story": story.to_dict()})
+            self._spread(story)
         self._wake_up()
 
     def settle(self, pipeline: int, own: Story | None) -> str:
@@ -235,8 +234,7 @@ class Watch:
                 self._news.wait_for(lambda: self._about(pipeline), NEWS if own else 0)
             if not self._about(pipeline):
                 assert own is not None
-                self._take(own)
-                self._outbox.append({"kind": "story", "story": own.to_dict()})
+                self._spread(own)
                 self._wake_up()
             self._news.wait_for(lambda: set(self._doing) >= self._able(), SETTLE)
             chosen = first(self._about(pipeline))
@@ -259,8 +257,7 @@ class Watch:
                     "its own script",
                     "".join(traceback.format_exception(error)),
                 )
-                self._take(story)
-                self._outbox.append({"kind": "story", "story": story.to_dict()})
+                self._spread(story)
             self._outbox.append({"kind": "bye", "call": self.activity.now()[2]})
             self._left = True
         self._wake_up()
@@ -282,6 +279,11 @@ class Watch:
         gone = {rank for rank, peer in self._peers.items() if peer.lost}
         return set(range(self.size)) - gone - set(self._ended)
 
+    def _spread(self, story: Story) -> None:
+        """Learn a story that this rank tells first (with the lock), and tell it to all others."""
+        self._take(story)
+        self._outbox.append({"kind": "story", "story": story.to_dict()})
+
     def _take(self, story: Story) -> None:
         """Learn a story (with the lock): note what this rank does, and tell it."""
         if self._since_news is None or not self._about(story.pipeline):
@@ -292,16 +294,18 @@ class Watch:
             text = f"{own.text}{_since(own.age)}"
             self._doing[self.rank] = text
             self._outbox.append({"kind": "doing", "text": text})
-            for rank, peek in self._peeks.items():
+            for rank in self._peeks:
                 if self._peers[rank].lost:
-                    self._doing[rank] = self._last_words(rank, peek)
+                    self._doing[rank] = f"{self._last_seen(rank)} (its end)"
         self._stories.append(story)
         self._news.notify_all()
 
-    def _last_words(self, rank: int, peek: Peek | None) -> str:
-        if peek is not None:
-            return f"{label_of(self._told[rank], peek.now())[1]} (its end)"
-        return f"{self._states[rank].text} (when last heard of)"
+    def _last_seen(self, rank: int) -> str:
+        """What another rank is or was doing, as well as can be known."""
+        peek = self._peeks.get(rank)
+        if peek is None:
+            return f"{self._states[rank].text} (when last heard of)"
+        return label_of(self._told[rank], peek.now())[1]
 
     # -- the thread --------------------------------------------------------------------------
 
@@ -353,10 +357,8 @@ class Watch:
 
     def _tick(self) -> None:
         own = self._own_state()
-        self._states[self.rank] = own
-        table, index, call, step = self._mark
-        self._send_now(
-            {"kind": "beat", "mark": [table, index, call, step], "age": own.age,
+        self._put(
+            {"kind": "beat", "mark": list(self._mark), "age": own.age,
              "allowed": min(own.allowed, 1e9), "debugging": own.debugging}
         )  # fmt: skip
         if self._since_news is None and not self._left:
@@ -401,9 +403,7 @@ class Watch:
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             if frame is not None:
                 trace = "".join(["It is here:\n", *traceback.format_stack(frame)])
-        text = state.text
-        if rank in self._peeks:
-            text = label_of(self._told[rank], self._peeks[rank].now())[1]
+        text = self._last_seen(rank) if rank in self._peeks else state.text
         self.publish(
             Story(
                 time.time(), rank, f"rank {rank} ({self._hosts[rank]}) {reason}; its last "
@@ -456,8 +456,7 @@ class Watch:
             if rank in self._ended or self._left:
                 self._news.notify_all()
                 return
-            text = self._last_words(rank, self._peeks.get(rank))
-            where = text.removesuffix(" (its end)")
+            where = self._last_seen(rank)
             story = Story(
                 time.time(),
                 rank,
@@ -465,15 +464,13 @@ class Watch:
                 f"for lack of memory, or its host was lost; it was in {where}",
                 where,
             )
-            self._take(story)
-            self._doing[rank] = text
-            self._outbox.append({"kind": "story", "story": story.to_dict()})
+            self._spread(story)
+            self._doing[rank] = f"{where} (its end)" if rank in self._peeks else where
 
     # -- sending -----------------------------------------------------------------------------
 
     def _send(self, message: dict[str, Any]) -> None:
-        with self._news:
-            self._outbox.append(message)
+        self._put(message)
         self._wake_up()
 
     def _wake_up(self) -> None:
@@ -481,7 +478,8 @@ class Watch:
         with contextlib.suppress(BlockingIOError, OSError):
             self._wake.send(b"\0")
 
-    def _send_now(self, message: dict[str, Any]) -> None:
+    def _put(self, message: dict[str, Any]) -> None:
+        """Send it when the thread comes to it."""
         with self._news:
             self._outbox.append(message)
 
@@ -585,9 +583,9 @@ class Watch:
         for rank, peek in self._peeks.items():
             if states[rank].what in ("idle", "ended"):
                 continue
-            label, text = label_of(self._told[rank], peek.now())
+            mark = peek.now()
+            label, text = label_of(self._told[rank], mark)
             if text != states[rank].text:
-                mark = peek.now()
                 states[rank] = State(rank, label.what, text, label.peer, mark[2])
         return report(states)
 
@@ -617,9 +615,6 @@ class Watch:
         except OSError:
             return None  # no place to write to: then only the signal asks
         return card
-
-
-SLACK_AT_END = 2.0
 
 
 def job_folder() -> Path:
